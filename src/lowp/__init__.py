@@ -1,0 +1,1 @@
+"""lowp: training neural networks in low precision across many machines."""

@@ -1,0 +1,70 @@
+"""From text to format and back: `str(format(text))` names the same format, and a wrong name says what was meant."""
+
+import difflib
+import re
+from functools import lru_cache
+
+from lowp.formats.base import Format
+from lowp.formats.block import BlockFormat
+from lowp.formats.fixed import FixedFormat
+from lowp.formats.floats import FloatFormat, Specials
+from lowp.formats.posit import PositFormat
+from lowp.formats.registry import FORMATS, AnyFormat
+
+_NAMED = {str(entry): entry for entry in FORMATS}
+_FLOAT = re.compile(r"e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|fn|nan|finite)?((?:_(?:u|ns|nz))*)")
+_FIXED = re.compile(r"fixed(\d+)\.(\d+)")
+_INT = re.compile(r"int(\d+)")
+_POSIT = re.compile(r"posit(\d+)(?:_(\d+))?")
+_BLOCK = re.compile(r"block\(([^(),]+),(\d+),([^(),]+)(,fp32)?\)")
+_SPECIALS = {None: Specials.IEEE, "nan": Specials.NAN_ONLY} | {s.value: s for s in Specials if s.value}
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> AnyFormat | None:
+    squeezed = "".join(text.lower().split())
+    if squeezed in _NAMED:
+        return _NAMED[squeezed]
+    if match := _FLOAT.fullmatch(squeezed):
+        exponent_bits, mantissa_bits, bias, specials, flags = match.groups()
+        return FloatFormat(
+            int(exponent_bits),
+            int(mantissa_bits),
+            bias=int(bias) if bias else None,
+            specials=_SPECIALS[specials],
+            signed="_u" not in flags,
+            subnormals="_ns" not in flags,
+            zero="_nz" not in flags,
+        )
+    if match := _FIXED.fullmatch(squeezed):
+        return FixedFormat(int(match[1]), int(match[2]))
+    if match := _INT.fullmatch(squeezed):
+        return FixedFormat(int(match[1]) - 1)
+    if match := _POSIT.fullmatch(squeezed):
+        return PositFormat(int(match[1]), int(match[2]) if match[2] else 2)
+    if match := _BLOCK.fullmatch(squeezed):
+        element, scale = format(match[1]), format(match[3])
+        if not isinstance(element, Format) or not isinstance(scale, FloatFormat):
+            raise ValueError(f"{text!r}: the elements of a block are numbers and its scale is a float format")
+        return BlockFormat(element, int(match[2]), scale, tensor_scale=match[4] is not None)
+    return None
+
+
+def format(text: "str | AnyFormat") -> AnyFormat:
+    """The format that a text names: `e5m2`, `e4m3fn`, `bf16`, `fixed3.4`, `int8`, `posit8_1`, `dynamic8`, `mxfp4`,
+    `block(e2m1fn, 16, e4m3fn)`. A format is returned as it is. Case and spaces do not matter.
+
+    An unknown name raises ValueError with the nearest names; an impossible one with what is allowed.
+    """
+    if isinstance(text, (Format, BlockFormat)):
+        return text
+    if not isinstance(text, str):
+        raise TypeError(f"a format is a name such as 'e4m3fn' or a Format, not {type(text).__name__}")
+    if (parsed := _parse(text)) is not None:
+        return parsed
+    near = difflib.get_close_matches(text.lower(), _NAMED, n=3, cutoff=0.6)
+    if near:
+        hint = "did you mean " + " or ".join(repr(name) for name in near) + "?"
+    else:
+        hint = "names look like e5m2, e4m3fn, fixed3.4, int8, posit8, dynamic8, mxfp4; `lowp formats` lists them"
+    raise ValueError(f"unknown format {text!r}; {hint}")
