@@ -1,1 +1,27 @@
-"""lowp: training neural networks in low precision across many machines."""
+"""lowp: training neural networks in low precision across many machines.
+
+The public API, and nothing else.
+"""
+
+from lowp.formats import FORMATS as FORMATS
+from lowp.formats import BlockFormat as BlockFormat
+from lowp.formats import CodebookFormat as CodebookFormat
+from lowp.formats import FixedFormat as FixedFormat
+from lowp.formats import FloatFormat as FloatFormat
+from lowp.formats import Format as Format
+from lowp.formats import PositFormat as PositFormat
+from lowp.formats import Rounding as Rounding
+from lowp.formats import Specials as Specials
+from lowp.formats import format as format
+from lowp.tensor.block import BlockCodes as BlockCodes
+from lowp.tensor.kernels import kernel_info as kernel_info
+from lowp.tensor.kernels import set_kernel_policy as set_kernel_policy
+from lowp.tensor.noise import Noise as Noise
+from lowp.tensor.ops import decode as decode
+from lowp.tensor.ops import encode as encode
+from lowp.tensor.ops import fake_quantize as fake_quantize
+from lowp.tensor.ops import quantize as quantize
+from lowp.tensor.packing import pack as pack
+from lowp.tensor.packing import unpack as unpack
+
+__version__ = "0.1.0"

@@ -181,12 +181,9 @@ def _largest(fmt: Format, negative: bool) -> float:
 
 def _overflow(fmt: Format, negative: bool, infinite: bool) -> float:
     """What a number beyond the range becomes: posits saturate numbers, though not infinities."""
-    if infinite and not fmt.has_inf:
-        return math.nan if fmt.has_nan else _largest(fmt, negative)
-    value = fmt.overflow
-    if math.isfinite(value):
-        return _largest(fmt, negative)
-    return -value if negative else value
+    special = math.inf if fmt.has_inf else math.nan if fmt.has_nan else fmt.max
+    value = special if infinite else fmt.overflow
+    return _largest(fmt, negative) if math.isfinite(value) else math.copysign(value, -1 if negative else 1)
 
 
 def encode(
@@ -244,17 +241,20 @@ def tensor_scale(values: list[float], fmt: BlockFormat) -> float:
 def round_block(
     values: list[float], fmt: BlockFormat, mode: Rounding | str = Rounding.NEAREST, *, whole_tensor_scale: float = 1.0
 ) -> list[Fraction | float]:
-    """One block, exactly: elements are rounded in units of the scale and saturate. NaN stays, zero keeps its sign."""
+    """One block, exactly: elements are rounded in units of the scale, finite ones clamped to the element's range.
+
+    Infinities and NaN become what they become in the element format; a largest value instead of an infinity is scaled.
+    """
     unit = Fraction(block_scale(values, fmt, whole_tensor_scale)) * Fraction(whole_tensor_scale)
     results: list[Fraction | float] = []
     for value in values:
         if not math.isfinite(value) or value == 0:
-            results.append(round(value, fmt.element, mode, saturate=not math.isnan(value)) * (float(unit) if math.isinf(value) else 1))
+            special = round(value, fmt.element, mode)
+            results.append(special if not math.isfinite(special) or special == 0 else Fraction(special) * unit)
             continue
         negative = value < 0
-        magnitude = abs(Fraction(value)) / unit
+        magnitude = min(abs(Fraction(value)) / unit, abs(Fraction(_largest(fmt.element, negative))))
         near = neighbours(magnitude, fmt.element, negative)
         picked = near.high if _goes_up(magnitude, near, Rounding(mode), negative, None) else near.low
-        picked = min(picked, abs(Fraction(_largest(fmt.element, negative))))
         results.append((-picked if negative else picked) * unit if picked else _zero(fmt.element, negative))
     return results

@@ -1,0 +1,145 @@
+"""Block formats: elements in units of a scale that their block shares.
+
+1. The scale of a block comes from its largest finite magnitude (BlockFormat says how).
+2. Elements are divided by it, clamped to the element format's range, and rounded to that format. Infinities and NaN follow
+   the element format: they are kept where it has them.
+3. Values are elements times scale.
+
+All of this is done in float64, where scaling by any of these scales is exact or, for scales with a mantissa, correctly
+rounded to far more bits than an element has; no chip differs there.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.formats import BlockFormat, Format, Rounding
+from lowp.formats.floats import FP32
+from lowp.tensor.carrier import CARRIERS, F64
+from lowp.tensor.core import Decode, Encode, Quantize, code_dtype, code_storage, convert
+from lowp.tensor.noise import Noise, blocks, key_tensor
+from lowp.tensor.packing import pack as pack_codes
+from lowp.tensor.packing import unpack
+
+
+class BlockCodes(NamedTuple):
+    """What a block format's `encode` returns: codes of the elements and of the scales, one for each block of each row."""
+
+    elements: Tensor
+    scales: Tensor
+    tensor_scale: Tensor | None = None  # one float32, for formats that have a scale for the whole tensor
+
+
+def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool = False) -> Tensor:
+    """Round to the format, in x's dtype."""
+    numbers = _to_float64(x)
+    unit = _unit(*_scales(numbers, fmt), numbers.shape[-1], fmt)
+    operation = Quantize(fmt.element, torch.float64, Rounding(rounding), saturate, torch.float64)
+    elements = _apply(operation, _in_units(numbers, unit, fmt), noise).view(torch.float64)
+    return _from_float64(elements * unit, x.dtype).reshape(x.shape)
+
+
+def encode(
+    x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, nan: str, packed: bool, saturate: bool = False
+) -> BlockCodes:
+    """Codes of elements (of x's shape, or packed) and of scales (one a block)."""
+    numbers = _to_float64(x)
+    scales, tensor_scale = _scales(numbers, fmt)
+    unit = _unit(scales, tensor_scale, numbers.shape[-1], fmt)
+    operation = Encode(fmt.element, torch.float64, Rounding(rounding), saturate, "zero" if nan == "raise" else nan)
+    elements = _apply(operation, _in_units(numbers, unit, fmt), noise).view(code_dtype(fmt.element)).reshape(x.shape)
+    if packed and fmt.element.bits < 8:
+        elements = pack_codes(elements, fmt.element)
+    to_code = Encode(fmt.scale, torch.float64, Rounding.NEAREST, True, "zero")
+    return BlockCodes(elements, _apply(to_code, scales, None).view(code_dtype(fmt.scale)), tensor_scale)
+
+
+def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | None) -> Tensor:
+    """The values, in `dtype`."""
+    if not isinstance(codes, tuple) or len(codes) != 3:
+        raise TypeError(f"codes of {fmt} are lowp.BlockCodes(elements, scales, tensor_scale), not {type(codes).__name__}")
+    codes = BlockCodes(*codes)
+    elements = codes.elements if size is None else unpack(codes.elements, fmt.element, size)
+    if elements.dtype != code_dtype(fmt.element) or codes.scales.dtype != code_dtype(fmt.scale):
+        raise TypeError(f"codes of {fmt} are {code_dtype(fmt.element)} elements and {code_dtype(fmt.scale)} scales")
+    rows = elements.reshape(1) if elements.dim() == 0 else elements
+    expected = (*rows.shape[:-1], -(-rows.shape[-1] // fmt.size))
+    if codes.scales.shape != expected:
+        raise ValueError(f"{fmt} needs scales of shape {tuple(expected)} for these elements, not {tuple(codes.scales.shape)}")
+    values = _decoded(rows, fmt.element)
+    unit = _unit(_decoded(codes.scales, fmt.scale), codes.tensor_scale, rows.shape[-1], fmt)
+    return _from_float64(values * unit, dtype).reshape(elements.shape)
+
+
+def _decoded(codes: Tensor, fmt: Format) -> Tensor:
+    operation = Decode(fmt, torch.float64)
+    return operation(codes.view(code_storage(fmt)), operation.tables(codes.device)).view(torch.float64)
+
+
+def _apply(operation: Quantize | Encode, numbers: Tensor, noise: Noise | None) -> Tensor:
+    stored, tables = numbers.view(torch.int64), operation.tables(numbers.device)
+    if noise is None:
+        return operation(stored, tables)
+    flat = stored.reshape(-1)
+    pieces = [operation(flat[a:b], tables, key_tensor(noise, a, numbers.device)) for a, b in blocks(noise, flat.numel())]
+    return (torch.cat(pieces) if pieces else operation(flat, tables)).reshape(numbers.shape)
+
+
+def _to_float64(x: Tensor) -> Tensor:
+    """Exactly, subnormals too where a chip is told to flush them; a single number becomes a row of one."""
+    own = CARRIERS[x.dtype]
+    numbers = convert(own.bits(x.view(own.storage)), own, F64).view(torch.float64)
+    return numbers.reshape(1) if x.dim() == 0 else numbers
+
+
+def _from_float64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    target = CARRIERS[dtype]
+    return target.store(convert(numbers.view(torch.int64), F64, target)).view(dtype)
+
+
+def _scales(numbers: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor | None]:
+    """The scale of each block, in float64, and the tensor's own."""
+    magnitude = numbers.abs()
+    finite = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
+    short = -numbers.shape[-1] % fmt.size
+    largest = torch.nn.functional.pad(finite, (0, short)).unflatten(-1, (-1, fmt.size)).amax(-1)
+    if fmt.power_of_two_scale:
+        return _power_of_two_scales(largest, fmt), None
+    tensor_scale = None
+    if fmt.tensor_scale:
+        whole = finite.amax() if numbers.numel() else finite.sum()
+        to_float32 = Quantize(FP32, torch.float64, Rounding.NEAREST, True, torch.float32)
+        tensor_scale = to_float32((whole / (fmt.element.max * fmt.scale.max)).view(torch.int64)).view(torch.float32)
+        tensor_scale = torch.where(tensor_scale > 0, tensor_scale, torch.ones_like(tensor_scale))
+    unit = fmt.element.max if tensor_scale is None else tensor_scale.double() * fmt.element.max
+    nearest = Quantize(fmt.scale, torch.float64, Rounding.NEAREST, True, torch.float64)
+    quotient = (largest / unit).view(torch.int64)
+    rounded = nearest(quotient, nearest.tables(numbers.device)).view(torch.float64)
+    return rounded.clamp(min=fmt.scale.smallest), tensor_scale
+
+
+def _power_of_two_scales(largest: Tensor, fmt: BlockFormat) -> Tensor:
+    """2^(exponent of the largest - exponent of the element format's maximum), from the exponent's bits."""
+    lowest, highest = F64.power_of_two(_exponent(fmt.scale.smallest)), F64.power_of_two(_exponent(fmt.scale.max))
+    exponent = largest.view(torch.int64) & F64.infinity
+    return (exponent - (fmt.max_exponent << F64.fraction_bits)).clamp(lowest, highest).view(torch.float64)
+
+
+def _exponent(power_of_two: float) -> int:
+    return math.frexp(power_of_two)[1] - 1
+
+
+def _unit(scales: Tensor, tensor_scale: Tensor | None, count: int, fmt: BlockFormat) -> Tensor:
+    """Each element's scale."""
+    if tensor_scale is not None:
+        scales = scales * tensor_scale.double()
+    return scales.unsqueeze(-1).expand(*scales.shape, fmt.size).flatten(-2)[..., :count]
+
+
+def _in_units(numbers: Tensor, unit: Tensor, fmt: BlockFormat) -> Tensor:
+    """Elements in units of their scale; finite ones clamped to the range, so that rounding cannot lead out of it."""
+    scaled = numbers / unit
+    clamped = scaled.clamp(fmt.element.min, fmt.element.max)
+    return torch.where(numbers.isinf(), scaled, clamped)

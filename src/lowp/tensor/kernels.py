@@ -1,0 +1,207 @@
+"""Eager calls at the speed of compiled code.
+
+`torch.compile` is made for programs: its guards cost some 100 microseconds a call, and it compiles again when grad mode,
+aliasing or sizes change. An elementwise operation on a flat integer tensor needs none of that, so its graph is traced and
+handed to inductor once, and the result is called directly: 5 microseconds a call, no guard, nothing to recompile.
+
+1. A kernel is built at the first call on a tensor of 64 k elements or more, or at the 32nd on smaller ones. Until then small
+   tensors take the plain operations, which need no compiler but some 100 microseconds.
+2. The number of elements is the only thing left dynamic. On CUDA the tensor is seen as rows of 65,536, so that accesses are
+   known to be aligned (a flat dynamic size costs up to a quarter of the bandwidth); a flat kernel takes the rest.
+3. No working compiler: the plain operations serve, piece by piece through the cache, and a warning says so, once.
+"""
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.tensor.core import Decode, Encode, Quantize
+from lowp.tensor.noise import Noise, blocks, key_tensor
+
+Operation = Quantize | Encode | Decode
+
+SMALL = 1 << 16  # elements; also the length of a row on CUDA
+CALLS_BEFORE_BUILD = 32
+MAX_ELEMENTS = 1 << 30  # a call: 32-bit indices stay valid in the kernels
+POLICIES = ("auto", "always", "never")
+
+
+@dataclass
+class _State:
+    policy: str = field(default_factory=lambda: os.environ.get("LOWP_KERNELS", "auto"))
+    kernels: dict[tuple[Operation, torch.device], "Kernel | None"] = field(default_factory=dict)
+    small_calls: dict[tuple[Operation, torch.device], int] = field(default_factory=dict)
+    build_seconds: list[float] = field(default_factory=list)
+    warned: bool = False
+    lock: Any = field(default_factory=threading.RLock)
+
+
+_state = _State()
+
+
+def set_kernel_policy(policy: str) -> None:
+    """When to compile kernels for eager calls: "auto" (large tensors and repeated calls), "always" or "never".
+
+    The environment variable LOWP_KERNELS sets it at start. Results are the same bit for bit in every case.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"unknown kernel policy {policy!r}; it is one of {', '.join(POLICIES)}")
+    _state.policy = policy
+
+
+def kernel_info() -> dict[str, Any]:
+    """How many kernels were built in this process, in how many seconds each, under which policy."""
+    built = sum(kernel is not None for kernel in _state.kernels.values())
+    return {"policy": _state.policy, "built": built, "seconds": list(_state.build_seconds)}
+
+
+def run(operation: Operation, stored: Tensor, noise: Noise | None, out: Tensor) -> None:
+    """Apply an operation to flat, contiguous integer tensors of the same length (`out` may be the input itself)."""
+    count = stored.numel()
+    if count == 0:
+        return
+    kernel = _kernel(operation, stored.device, count)
+    tables = operation.tables(stored.device)
+    for start, stop in _pieces(count, stored.device, noise, MAX_ELEMENTS if kernel is not None else SMALL):
+        whole = stop - start == count
+        source, target = (stored, out) if whole else (stored[start:stop], out[start:stop])
+        key = None if noise is None else key_tensor(noise, start, stored.device)
+        if kernel is not None:
+            kernel(source, tables, key, target)
+        else:
+            target.copy_(operation(source, tables, key))
+
+
+def _pieces(count: int, device: torch.device, noise: Noise | None, most: int) -> list[tuple[int, int]]:
+    """Where one call of a kernel starts and stops: at most `most` elements; on CUDA whole rows first, then the rest."""
+    found = []
+    for first, end in [(0, count)] if noise is None else blocks(noise, count):
+        for start in range(first, end, most):
+            stop = min(start + most, end)
+            rows_end = start + (stop - start) // SMALL * SMALL if device.type == "cuda" else stop
+            found += [piece for piece in ((start, rows_end), (rows_end, stop)) if piece[0] < piece[1]]
+    return found
+
+
+def _kernel(operation: Operation, device: torch.device, count: int) -> "Kernel | None":
+    """The compiled kernel, built now if it is time; None to use plain operations."""
+    identity = (operation, device)
+    if identity in _state.kernels:
+        return _state.kernels[identity] if _state.policy != "never" else None
+    if _state.policy == "never":
+        return None
+    if _state.policy == "auto" and count < SMALL:
+        calls = _state.small_calls[identity] = _state.small_calls.get(identity, 0) + 1
+        if calls < CALLS_BEFORE_BUILD:
+            return None
+    with _state.lock:
+        if identity not in _state.kernels:
+            began = time.perf_counter()
+            try:
+                with warnings.catch_warnings():  # torch's own, on importing its compiler, are no business of the user's
+                    warnings.simplefilter("ignore")
+                    _state.kernels[identity] = Kernel(operation, device)
+                _state.build_seconds.append(time.perf_counter() - began)
+            except Exception as error:  # whatever the compiler stack raises without a compiler
+                _state.kernels[identity] = None
+                _warn_once(error)
+        return _state.kernels[identity]
+
+
+def _warn_once(error: Exception) -> None:
+    if not _state.warned:
+        _state.warned = True
+        reason = str(error).strip().split("\n")[0]
+        warnings.warn(
+            f"lowp could not compile a kernel and goes on with plain operations, many times slower "
+            f"(same results): {type(error).__name__}: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+class Kernel:
+    """One operation, compiled for one device, for any number of elements."""
+
+    def __init__(self, operation: Operation, device: torch.device) -> None:
+        self._flat = _compile(operation, device, rows=False)
+        self._rows = _compile(operation, device, rows=True) if device.type == "cuda" else None
+
+    def __call__(self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, out: Tensor) -> None:
+        rest = [*tables] if key is None else [*tables, key]
+        if self._rows is not None and stored.numel() % SMALL == 0 and _aligned(stored) and _aligned(out):
+            self._rows([stored.view(-1, SMALL), *rest, out.view(-1, SMALL)])
+        else:
+            self._flat([stored, *rest, out])
+
+
+def _aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % 16 == 0
+
+
+def _dtypes(operation: Operation) -> tuple[torch.dtype, torch.dtype]:
+    """The stored dtypes of input and output."""
+    from lowp.tensor.carrier import CARRIERS
+    from lowp.tensor.core import code_storage
+
+    if isinstance(operation, Decode):
+        return code_storage(operation.fmt), CARRIERS[operation.dtype].storage
+    if isinstance(operation, Encode):
+        return CARRIERS[operation.dtype].storage, code_storage(operation.fmt)
+    return CARRIERS[operation.dtype].storage, CARRIERS[operation.out_dtype].storage
+
+
+def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable[[list[Tensor]], Any]:
+    """Trace the operation as `out.copy_(operation(stored))` with a symbolic length, and hand the graph to inductor.
+
+    The example is large, so that inductor's choices (threads, vector loops) are those for large tensors. For the flat CUDA
+    kernel it starts one element off, so that nothing is assumed about alignment.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    source_dtype, target_dtype = _dtypes(operation)
+
+    def example(dtype: torch.dtype) -> Tensor:
+        if rows:
+            return torch.empty(1003 * SMALL, dtype=dtype, device=device).view(1003, SMALL)
+        offset = 1 if device.type == "cuda" else 0
+        return torch.empty((1 << 20) + 3 + offset, dtype=dtype, device=device)[offset:]
+
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        tables = list(operation.tables(device))
+        keys = [torch.zeros(3, dtype=torch.int32, device=device)] if operation.stochastic else []
+
+        def kernel(stored: Tensor, *rest: Tensor) -> tuple[()]:
+            *data, out = rest
+            key = data.pop() if keys else None
+            out.copy_(operation(stored, tuple(data), key))
+            return ()
+
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+
+        def fake(tensor: Tensor, dynamic: bool) -> Tensor:
+            sizes = [DimDynamic.DYNAMIC if dynamic and axis == 0 else DimDynamic.STATIC for axis in range(tensor.dim())]
+            return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+        arguments = [fake(example(source_dtype), True)]
+        arguments += [fake(tensor, False) for tensor in (*tables, *keys)]
+        arguments += [fake(example(target_dtype), True)]
+        with mode:
+            graph = make_fx(kernel, decomposition_table=select_decomp_table())(*arguments)
+        # Indices into our tables are right by construction; everything else about the user's settings stays.
+        settings = {"assert_indirect_indexing": False, "cpp_wrapper": False, "triton.cudagraphs": False, "freezing": False}
+        with tracing(TracingContext(mode)), config.patch(settings):
+            return compile_fx_inner(graph, arguments)

@@ -1,0 +1,309 @@
+"""The public operations: quantize, encode, decode and fake_quantize.
+
+Each call takes one of two roads, which give the same bits:
+
+- *inlined*, as plain torch operations, when something else is in charge: `torch.compile`, `torch.func` transforms, dispatch
+  modes, tensor subclasses. A compiler then fuses them with their neighbours.
+- *eager*, through a precompiled kernel (kernels.py) on the tensor's memory, whatever its strides.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.formats import AnyFormat, BlockFormat, Format, Rounding
+from lowp.formats import format as parse_format
+from lowp.tensor import block, kernels
+from lowp.tensor.block import BlockCodes
+from lowp.tensor.carrier import CARRIERS
+from lowp.tensor.core import Decode, Encode, Quantize, code_dtype
+from lowp.tensor.noise import Noise, blocks, key_tensor
+from lowp.tensor.packing import pack as pack_codes
+from lowp.tensor.packing import unpack
+
+Seed = int | Tensor | Noise
+
+
+def quantize(
+    x: Tensor,
+    format: str | AnyFormat,
+    rounding: str = "nearest",
+    *,
+    saturate: bool = False,
+    seed: Seed | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Round every element of `x` to a number of `format`, exactly.
+
+    The result has x's shape and dtype (or `out`'s). A dtype that cannot hold the format's number rounds it to nearest, as a
+    cast would: codebooks in float16, say.
+
+    Args:
+        x: float64, float32, float16 or bfloat16, of any shape and strides, on any device. It is not changed unless it is `out`.
+        format: a name such as "e4m3fn" or "posit8", or a format object; see `lowp.format`.
+        rounding: "nearest" (ties to even), "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
+        saturate: clamp to the largest value, infinities too. Otherwise what is too large becomes infinity if the format has
+            one, else NaN if it has that, else the largest value.
+        seed: for stochastic rounding: an integer, or `Noise(seed, step, stream, offset)`. Element i draws number offset + i.
+        out: a floating-point tensor of x's shape to write to.
+
+    NaN stays NaN, minus zero stays where the format has it. The result does not require a gradient: `fake_quantize` has a
+    straight-through one.
+    """
+    fmt, noise = _check(x, format, rounding, seed, "quantize")
+    if out is not None:
+        _check_out(out, x.shape, x.device, CARRIERS)
+    if isinstance(fmt, BlockFormat):
+        return _write(out, block.quantize(x.detach(), fmt, rounding, noise, saturate))
+    operation = _quantize_operation(fmt, x.dtype, rounding, saturate, x.dtype if out is None else out.dtype)
+    return _apply(operation, x, noise, operation.out_dtype, out)
+
+
+def encode(
+    x: Tensor,
+    format: str | AnyFormat,
+    rounding: str = "nearest",
+    *,
+    saturate: bool = False,
+    seed: Seed | None = None,
+    nan: str = "raise",
+    pack: bool = False,
+    out: Tensor | None = None,
+) -> Any:
+    """The codes of `quantize(x, ...)`: `decode(encode(x, f), f)` has the same bits.
+
+    Returns uint8 for formats of up to 8 bits, int16 (the bit pattern) up to 16, int32 above; with `pack=True`, the codes of
+    formats under 8 bits in a bit stream along the last dimension (`lowp.pack`). A block format gives `BlockCodes`.
+
+    Args:
+        x, format, rounding, saturate, seed: as for `quantize`.
+        nan: what NaN becomes in a format that has none: "raise" an error (which has to look at the data, so on CUDA it waits
+            for it), "zero", or "saturate" (the largest value of its sign).
+        out: a tensor of the codes' dtype and shape to write to (not for block formats).
+    """
+    fmt, noise = _check(x, format, rounding, seed, "encode")
+    if nan not in ("raise", "zero", "saturate"):
+        raise ValueError(f"unknown nan={nan!r}; it is 'raise', 'zero' or 'saturate'")
+    if nan == "raise" and not fmt.has_nan:
+        _refuse_nan(x, fmt)
+    if isinstance(fmt, BlockFormat):
+        if out is not None:
+            raise ValueError(f"{fmt} encodes to several tensors: out= is not for block formats")
+        return block.encode(x.detach(), fmt, rounding, noise, nan, pack, saturate)
+    if pack and fmt.bits < 8:
+        return _write(out, pack_codes(encode(x, fmt, rounding, saturate=saturate, seed=seed, nan=nan), fmt))
+    if out is not None:
+        _check_out(out, x.shape, x.device, (code_dtype(fmt),))
+    operation = _encode_operation(fmt, x.dtype, rounding, saturate, "zero" if nan == "raise" else nan)
+    return _apply(operation, x, noise, code_dtype(fmt), out)
+
+
+def decode(
+    codes: Tensor | BlockCodes,
+    format: str | AnyFormat,
+    *,
+    dtype: torch.dtype = torch.float32,
+    size: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The numbers that codes stand for, in `dtype` (or `out`'s).
+
+    Args:
+        codes: what `encode` returned for the same format.
+        size: for packed codes, and only for them: the last dimension of the result.
+    """
+    fmt = parse_format(format)
+    if out is not None:
+        dtype = out.dtype
+    if dtype not in CARRIERS:
+        raise TypeError(f"decode gives float64, float32, float16 or bfloat16, not {dtype}")
+    if isinstance(fmt, BlockFormat):
+        return _write(out, block.decode(codes, fmt, dtype, size))
+    if not isinstance(codes, Tensor) or codes.dtype != code_dtype(fmt):
+        found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+        raise TypeError(f"codes of {fmt} are {code_dtype(fmt)} tensors, not {found}")
+    if size is not None:
+        codes = unpack(codes, fmt, size)
+    if out is not None:
+        _check_out(out, codes.shape, codes.device, CARRIERS)
+    return _apply(_decode_operation(fmt, dtype), codes, None, dtype, out)
+
+
+def _check(x: Tensor, format: Any, rounding: str, seed: Seed | None, name: str) -> tuple[AnyFormat, Noise | None]:
+    """The format and the noise; a clear error for what cannot be."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} takes a tensor, not {type(x).__name__}")
+    if x.dtype not in CARRIERS:
+        raise TypeError(f"{name} takes float64, float32, float16 or bfloat16 tensors, not {x.dtype}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} takes dense tensors, not {x.layout}")
+    if rounding not in _MODES:
+        raise ValueError(f"unknown rounding {rounding!r}; it is one of {', '.join(_MODES)}")
+    if rounding != "stochastic":
+        if seed is not None:
+            raise ValueError(f"seed is for stochastic rounding; {rounding!r} draws nothing")
+        return parse_format(format), None
+    if seed is None:
+        raise ValueError("stochastic rounding needs seed=: an integer or lowp.Noise(seed, step, stream, offset)")
+    return parse_format(format), seed if isinstance(seed, Noise) else Noise(seed)
+
+
+_MODES = tuple(mode.value for mode in Rounding)
+
+
+def _check_out(out: Tensor, shape: torch.Size, device: torch.device, dtypes: Any) -> None:
+    if out.shape != shape or out.device != device or out.dtype not in dtypes:
+        allowed = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(
+            f"out must be {allowed} of shape {tuple(shape)} on {device}, not {out.dtype} of {tuple(out.shape)} on {out.device}"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError("out= does not support tensors that require a gradient")
+
+
+@lru_cache(maxsize=4096)
+def _quantize_operation(fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, out_dtype: torch.dtype) -> Quantize:
+    return Quantize(fmt, dtype, Rounding(rounding), saturate, out_dtype)
+
+
+@lru_cache(maxsize=4096)
+def _encode_operation(fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, nan_to: str) -> Encode:
+    return Encode(fmt, dtype, Rounding(rounding), saturate, nan_to)
+
+
+@lru_cache(maxsize=4096)
+def _decode_operation(fmt: Format, dtype: torch.dtype) -> Decode:
+    return Decode(fmt, dtype)
+
+
+def _refuse_nan(x: Tensor, fmt: AnyFormat) -> None:
+    """Raise if any element is NaN. The maximum is NaN if one element is: one pass, no mask in memory."""
+    message = f"x holds NaN and {fmt} has none; say nan='zero' or nan='saturate'"
+    if x.numel() == 0:
+        return
+    if torch.compiler.is_compiling():
+        torch._assert_async(~x.detach().amax().isnan(), message)
+    elif torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise ValueError(f"inside torch.func transforms NaN cannot be looked for; {fmt} has none: say nan='zero' or 'saturate'")
+    elif bool(x.detach().amax().isnan()):
+        raise ValueError(message)
+
+
+def _someone_else_in_charge(x: Tensor) -> bool:
+    """Must every operation be visible: to a compiler, a function transform, a dispatch mode or a tensor subclass?"""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        or x.device.type not in ("cpu", "cuda")
+    )
+
+
+def _write(out: Tensor | None, result: Any) -> Any:
+    return result if out is None else out.copy_(result)
+
+
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The integers in which kernels see a dtype's memory."""
+    return CARRIERS[dtype].storage if dtype in CARRIERS else (torch.int8 if dtype == torch.uint8 else dtype)
+
+
+def _apply(operation: Quantize | Encode | Decode, x: Tensor, noise: Noise | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if _someone_else_in_charge(x):
+        return _write(out, _inlined(operation, x.detach(), noise, dtype))
+    x = x.detach()
+    if noise is not None and not x.is_contiguous():
+        x = x.contiguous()  # noise counts elements in row-major order
+    result = torch.empty_like(x, dtype=dtype) if out is None or not _writes_in_place(x, out) else out
+    if result.stride() != x.stride():
+        x = x.contiguous()  # neither dense nor permuted: gather it first
+        result = torch.empty_like(x, dtype=dtype)
+    kernels.run(operation, _memory(x), noise, _memory(result))
+    if out is None:
+        return result
+    if result is not out:
+        return out.copy_(result)
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _writes_in_place(x: Tensor, out: Tensor) -> bool:
+    """May a kernel write to `out` while it reads `x`? They must be laid out alike, and apart or exactly the same."""
+    if out.stride() != x.stride() or type(out) is not Tensor:
+        return False
+    return out.data_ptr() == x.data_ptr() and out.dtype == x.dtype or not torch._C._overlaps(x, out)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """A dense tensor's memory as a flat integer tensor."""
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(_stored_dtype(tensor.dtype))
+
+
+def _inlined(operation: Quantize | Encode | Decode, x: Tensor, noise: Noise | None, dtype: torch.dtype) -> Tensor:
+    stored = x.view(_stored_dtype(x.dtype))
+    tables = operation.tables(x.device)
+    if noise is None:
+        return operation(stored, tables).view(dtype)
+    pieces = blocks(noise, x.numel())
+    if len(pieces) == 1:
+        return operation(stored, tables, key_tensor(noise, 0, x.device)).view(dtype)
+    flat = stored.reshape(-1)
+    results = [operation(flat[first:end], tables, key_tensor(noise, first, x.device)) for first, end in pieces]
+    return torch.cat(results or [operation(flat)]).reshape(x.shape).view(dtype)
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """quantize forward; the gradient passes straight through, itself quantized on the way."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, forward: dict | None, backward: dict | None) -> Tensor:
+        return x.view_as(x) if forward is None else quantize(x, **forward)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.backward_arguments = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        # Straight through once more, so that second derivatives are what they would be without quantizers.
+        return _FakeQuantize.apply(gradient, ctx.backward_arguments, None), None, None  # type: ignore[return-value]
+
+
+def fake_quantize(
+    x: Tensor,
+    forward: str | AnyFormat | None = None,
+    backward: str | AnyFormat | None = None,
+    rounding: str = "nearest",
+    *,
+    backward_rounding: str | None = None,
+    saturate: bool = False,
+    seed: Seed | None = None,
+) -> Tensor:
+    """`quantize(x, forward)` whose gradient passes straight through, quantized to `backward` if that is given.
+
+    Args:
+        forward, backward: formats of the value and of its gradient; None leaves them alone.
+        rounding, backward_rounding: how; the gradient rounds as the value does unless told otherwise.
+        saturate: for both.
+        seed: for stochastic rounding. The gradient draws from the next stream, so that the two are independent.
+    """
+    backward_rounding = backward_rounding or rounding
+    noise = seed if isinstance(seed, Noise) or seed is None else Noise(seed)
+    if "stochastic" in (rounding, backward_rounding) and noise is None:
+        raise ValueError("stochastic rounding needs seed=: an integer or lowp.Noise(seed, step, stream, offset)")
+    ahead = _arguments(forward, rounding, saturate, noise)
+    other = None if noise is None else Noise(noise.seed, noise.step, noise.stream + 1, noise.offset)
+    return _FakeQuantize.apply(x, ahead, _arguments(backward, backward_rounding, saturate, other))  # type: ignore[return-value]
+
+
+def _arguments(format: str | AnyFormat | None, rounding: str, saturate: bool, noise: Noise | None) -> dict | None:
+    if format is None:
+        return None
+    seed = noise if rounding == "stochastic" else None
+    return {"format": format, "rounding": rounding, "saturate": saturate, "seed": seed}

@@ -1,0 +1,67 @@
+"""Codes of less than a byte, packed: a little-endian bit stream along the last dimension."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowp.formats import Format
+from lowp.formats import format as parse_format
+
+
+def packed_size(count: int, bits: int) -> int:
+    """How many bytes `count` codes of `bits` bits take."""
+    return -(-count * bits // 8)
+
+
+def _group(bits: int) -> tuple[int, int]:
+    """The fewest codes that fill whole bytes, and how many bytes those are."""
+    codes = 8 // math.gcd(bits, 8)
+    return codes, codes * bits // 8
+
+
+def _sub_byte_bits(fmt: "str | Format") -> int:
+    fmt = parse_format(fmt)
+    if not isinstance(fmt, Format) or fmt.bits > 8:
+        raise ValueError(f"packing is for codes of up to 8 bits; {fmt} has {fmt.bits}")
+    return fmt.bits
+
+
+def pack(codes: Tensor, format: "str | Format") -> Tensor:
+    """Pack the codes of each row (the last dimension) without gaps: code i starts at bit i * bits of the row.
+
+    The first code lies in the lowest bits; a row of n codes becomes ceil(n * bits / 8) bytes, the rest of the last one zero.
+    """
+    bits = _sub_byte_bits(format)
+    if codes.dtype != torch.uint8:
+        raise TypeError(f"packing takes uint8 codes, not {codes.dtype}")
+    if codes.dim() == 0:
+        raise ValueError("packing needs at least one dimension")
+    if bits == 8:
+        return codes.clone()
+    per_group, group_bytes = _group(bits)
+    count = codes.shape[-1]
+    padded = torch.nn.functional.pad(codes, (0, -count % per_group)).to(torch.int64)
+    groups = padded.unflatten(-1, (-1, per_group)) & ((1 << bits) - 1)
+    word = sum(groups[..., i] << (bits * i) for i in range(per_group))
+    stream = torch.stack([(word >> (8 * i)) & 0xFF for i in range(group_bytes)], -1)  # type: ignore[operator]
+    return stream.to(torch.uint8).flatten(-2)[..., : packed_size(count, bits)].contiguous()
+
+
+def unpack(packed: Tensor, format: "str | Format", size: int) -> Tensor:
+    """The first `size` codes of each packed row."""
+    bits = _sub_byte_bits(format)
+    if packed.dtype != torch.uint8 or packed.dim() == 0:
+        raise TypeError(f"packed codes are uint8 tensors of at least one dimension, not {packed.dtype}")
+    if packed.shape[-1] != packed_size(size, bits):
+        raise ValueError(
+            f"{size} codes of {bits} bits are {packed_size(size, bits)} bytes a row, but the rows here have {packed.shape[-1]}"
+        )
+    if bits == 8:
+        return packed.clone()
+    per_group, group_bytes = _group(bits)
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % group_bytes)).to(torch.int64)
+    groups = padded.unflatten(-1, (-1, group_bytes))
+    word = sum(groups[..., i] << (8 * i) for i in range(group_bytes))
+    codes = torch.stack([(word >> (bits * i)) & ((1 << bits) - 1) for i in range(per_group)], -1)  # type: ignore[operator]
+    return codes.to(torch.uint8).flatten(-2)[..., :size].contiguous()

@@ -1,0 +1,172 @@
+"""Formats that are tables: codebooks, and floats that are no plain grid (e8m0fnu, unsigned ones, ones without subnormals).
+
+Rounding is a staircase: as a magnitude grows, the result climbs from entry to entry. The steps are found once, exactly, by
+asking the reference; after that a magnitude finds its entry with two look-ups and one comparison: its leading bits select a
+cell that holds at most one step, the cell names the entry at its start and the magnitude at which the step comes.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lowp.formats import reference
+from lowp.formats.base import Format, Rounding
+from lowp.tensor.carrier import F64, Carrier
+
+MAX_CELLS = 1 << 22
+
+
+def number_of_bits(bits: int, carrier: Carrier) -> float:
+    """The magnitude with these bits (float32 or float64)."""
+    kind, integer = ("<d", "<q") if carrier is F64 else ("<f", "<i")
+    return struct.unpack(kind, struct.pack(integer, bits))[0]
+
+
+def bits_of_number(value: float, carrier: Carrier) -> int:
+    """The bits of a number that the carrier holds exactly, as a signed integer."""
+    if math.isnan(value):
+        return carrier.nan
+    kind, integer = ("<d", "<q") if carrier is F64 else ("<f", "<i")
+    return struct.unpack(integer, struct.pack(kind, value))[0]
+
+
+@dataclass(frozen=True)
+class Staircase:
+    """For one sign after the other: cells, and entries. All tensors are on one device.
+
+    `cell_entry[i]` is the entry at the start of cell i, `cell_step[i]` the magnitude bits at which the next entry begins (or
+    the largest integer). Cells of negative numbers follow those of positive ones.
+    """
+
+    shift: int
+    cells: int
+    cell_entry: Tensor
+    cell_step: Tensor
+    entry_bits: Tensor  # the carrier's bits of each entry's value, sign included
+    entry_code: Tensor
+    entry_low: Tensor  # float64, magnitudes: the entry's own and the next one's, for the modes that start toward zero
+    entry_high: Tensor
+    entry_even: Tensor  # whether the entry's rank is even
+
+    def find(self, magnitude: Tensor, negative: Tensor) -> Tensor:
+        """The entry that each magnitude is rounded to."""
+        cell = (magnitude >> self.shift) - negative * self.cells
+        return self.cell_entry[cell] + (magnitude >= self.cell_step[cell])
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.cell_entry, self.cell_step, self.entry_bits, self.entry_code, self.entry_low, self.entry_high, self.entry_even
+
+    def with_tensors(self, tensors: "tuple[Tensor, ...] | list[Tensor]") -> "Staircase":
+        return Staircase(self.shift, self.cells, *tensors)
+
+
+def _steps(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, negative: bool) -> tuple[list[int], list[float]]:
+    """The magnitude bits at which the result changes, and the results, by bisection between points where they differ."""
+
+    def result(bits: int) -> float:
+        value = number_of_bits(bits, carrier)
+        return reference.round(-value if negative else value, fmt, mode, saturate=saturate)
+
+    def same(a: float, b: float) -> bool:
+        return struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))
+
+    # Both ends may be the same NaN, so the search starts from points between which results only grow.
+    points = sorted({0, 1, bits_of_number(fmt.smallest, carrier), bits_of_number(fmt.max, carrier), carrier.infinity})
+    steps: list[int] = []
+    results = [result(0)]
+    stack = [(low, high, result(low), result(high)) for low, high in zip(points, points[1:], strict=False)][::-1]
+    while stack:
+        low, high, at_low, at_high = stack.pop()
+        if same(at_low, at_high):
+            continue
+        if high - low == 1:
+            steps.append(high)
+            results.append(at_high)
+            continue
+        middle = (low + high) // 2
+        at_middle = result(middle)
+        stack.append((middle, high, at_middle, at_high))
+        stack.append((low, middle, at_low, at_middle))  # popped first: steps come out ascending
+    return steps, results
+
+
+@lru_cache(maxsize=256)
+def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, device: torch.device) -> Staircase:
+    """The staircase of a format under one mode; for stochastic and to odd, which `goes_up` completes, the one toward zero."""
+    walk = Rounding.TOWARD_ZERO if mode in (Rounding.STOCHASTIC, Rounding.TO_ODD) else mode
+    sides = [_steps(fmt, carrier, walk, saturate, negative) for negative in (False, True)]
+    shift = carrier.fraction_bits
+    while any(len({s >> shift for s in steps}) < len(steps) for steps, _ in sides):
+        shift -= 1
+    cells = (carrier.infinity >> shift) + (1 << max(carrier.fraction_bits - shift, 0))  # NaNs have cells as well
+    if shift < 0 or cells > MAX_CELLS:
+        raise ValueError(f"{fmt} is too irregular for a table: its neighbours lie too close together")
+    never = torch.iinfo(carrier.compute).max
+    entry_of_cell: list[int] = []
+    step_of_cell: list[int] = []
+    results: list[float] = []
+    for steps, values in sides:
+        at_cell = {s >> shift: s for s in steps}
+        entry = len(results)
+        for cell in range(cells):
+            entry_of_cell.append(entry)
+            step_of_cell.append(at_cell.get(cell, never))
+            entry += cell in at_cell
+        results += values
+    low, high = zip(*(_gap(value, fmt, saturate) for value in results), strict=True)
+    make = torch.tensor
+    return Staircase(
+        shift=shift,
+        cells=cells,
+        cell_entry=make(entry_of_cell, dtype=carrier.compute, device=device),
+        cell_step=make(step_of_cell, dtype=carrier.compute, device=device),
+        entry_bits=make([bits_of_number(value, carrier) for value in results], dtype=carrier.compute, device=device),
+        entry_code=make([_code(value, fmt) for value in results], dtype=carrier.compute, device=device),
+        entry_low=make(low, dtype=torch.float64, device=device),
+        entry_high=make(high, dtype=torch.float64, device=device),
+        entry_even=make([_is_even(value, fmt) for value in results], dtype=torch.bool, device=device),
+    )
+
+
+def _code(value: float, fmt: Format) -> int:
+    return reference.encode(value, fmt, nan="zero")
+
+
+def _is_even(value: float, fmt: Format) -> bool:
+    return math.isfinite(value) and reference.encode_magnitude(abs(Fraction(value)), fmt, math.copysign(1, value) < 0) % 2 == 0
+
+
+def _gap(value: float, fmt: Format, saturate: bool) -> tuple[float, float]:
+    """An entry's magnitude and the next larger one; infinite where there is nowhere to go, which nothing is above."""
+    if not math.isfinite(value):
+        return math.inf, math.inf
+    negative = math.copysign(1, value) < 0
+    near = reference.neighbours(abs(Fraction(value)), fmt, negative)
+    ends = near.high == near.low or (saturate and value == (fmt.min if negative else fmt.max))
+    return (math.inf, math.inf) if ends else (float(near.low), float(near.high))
+
+
+def goes_up(magnitude: Tensor, low: Tensor, high: Tensor, noise: Tensor, carrier: Carrier) -> Tensor:
+    """Stochastic rounding between two neighbours whose gap is no power of two: is the draw under the share covered?
+
+    share = (x - low) / (high - low), compared as draw * (high - low) < x - low in float64: a quotient would differ between
+    chips, these products do not. False where the neighbours are infinite.
+    """
+    span = 1 << carrier.noise_bits
+    drawn = (span - 1 - noise).to(torch.float64)
+    return drawn * (high - low) < (to_float64(magnitude, carrier) - low) * float(span)
+
+
+def to_float64(magnitude: Tensor, carrier: Carrier) -> Tensor:
+    """Magnitude bits as float64. Subnormals go through their integer, since a chip may be told to read them as zero."""
+    if carrier is F64:
+        return magnitude.view(torch.float64)
+    step = 2.0 ** (carrier.min_exponent - carrier.fraction_bits)
+    subnormal = magnitude < 1 << carrier.fraction_bits
+    return torch.where(subnormal, magnitude.to(torch.float64) * step, magnitude.view(carrier.dtype).to(torch.float64))
