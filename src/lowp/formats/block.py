@@ -16,7 +16,8 @@ class BlockFormat:
 
     A scale without mantissa follows OCP MX: 2^(exponent of the block's maximum - exponent of the element format's maximum).
     Any other scale is maximum / largest element, rounded to nearest. With `tensor_scale`, as in NVFP4, one float32 for the
-    whole tensor brings the largest block's scale to the scale format's own maximum. Elements always saturate.
+    whole tensor brings the largest block's scale to the scale format's own maximum. Finite elements always saturate; infinities
+    and NaN become what they become in the element format.
     """
 
     element: Format

@@ -7,6 +7,7 @@ normal distribution. Dynamic, linear, bnb_dynamic8 and nf4 cover [-1, 1]: divide
 Entries are float32 numbers, so that every tensor dtype from float32 up holds them exactly.
 """
 
+import itertools
 import math
 import struct
 from collections.abc import Iterable, Iterator
@@ -59,7 +60,7 @@ def _with_sign_bit(name: str, magnitudes: Iterable[Fraction]) -> CodebookFormat:
 
 
 def _midpoints(points: list[Fraction]) -> list[Fraction]:
-    return [(a + b) / 2 for a, b in zip(points, points[1:], strict=False)]
+    return [(a + b) / 2 for a, b in itertools.pairwise(points)]
 
 
 def _dynamic() -> Iterator[Fraction]:

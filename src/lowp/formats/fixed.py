@@ -22,7 +22,7 @@ class FixedFormat(Format):
     def __post_init__(self) -> None:
         if self.integer_bits < 0 or self.fraction_bits < 0 or not 2 <= self.bits <= MAX_FIXED_BITS:
             raise ValueError(
-                f"impossible fixed{self.integer_bits}.{self.fraction_bits}: fixed<I>.<F> takes I + F from 1 to "
+                f"impossible {self}: int<N> takes N from 2 to {MAX_FIXED_BITS} bits, fixed<I>.<F> takes I + F from 1 to "
                 f"{MAX_FIXED_BITS - 1} (the sign is one bit more)"
             )
 

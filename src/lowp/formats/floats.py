@@ -118,7 +118,10 @@ class FloatFormat(Format):
 
     @property
     def epsilon(self) -> float:
-        return math.ldexp(1.0, -self.mantissa_bits)
+        if not self.smallest <= 1.0 < self.max:
+            return math.nan
+        gap = math.ldexp(1.0, max(0, self.min_exponent) - self.mantissa_bits)  # 1 may lie among the subnormals
+        return gap if gap <= 1.0 else math.nan
 
     @property
     def count(self) -> int:

@@ -12,7 +12,7 @@ from lowp.formats.posit import PositFormat
 from lowp.formats.registry import FORMATS, AnyFormat
 
 _NAMED = {str(entry): entry for entry in FORMATS}
-_FLOAT = re.compile(r"e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|fn|nan|finite)?((?:_(?:u|ns|nz))*)")
+_FLOAT = re.compile(r"e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|fn|nan|finite)?(_u)?(_ns)?(_nz)?")
 _FIXED = re.compile(r"fixed(\d+)\.(\d+)")
 _INT = re.compile(r"int(\d+)")
 _POSIT = re.compile(r"posit(\d+)(?:_(\d+))?")
@@ -26,15 +26,15 @@ def _parse(text: str) -> AnyFormat | None:
     if squeezed in _NAMED:
         return _NAMED[squeezed]
     if match := _FLOAT.fullmatch(squeezed):
-        exponent_bits, mantissa_bits, bias, specials, flags = match.groups()
+        exponent_bits, mantissa_bits, bias, specials, unsigned, no_subnormals, no_zero = match.groups()
         return FloatFormat(
             int(exponent_bits),
             int(mantissa_bits),
             bias=int(bias) if bias else None,
             specials=_SPECIALS[specials],
-            signed="_u" not in flags,
-            subnormals="_ns" not in flags,
-            zero="_nz" not in flags,
+            signed=not unsigned,
+            subnormals=not no_subnormals,
+            zero=not no_zero,
         )
     if match := _FIXED.fullmatch(squeezed):
         return FixedFormat(int(match[1]), int(match[2]))

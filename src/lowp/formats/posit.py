@@ -21,14 +21,15 @@ class PositFormat(Format):
     exponent_size: int = 2
 
     def __post_init__(self) -> None:
-        if not 3 <= self.width <= MAX_POSIT_BITS or self.exponent_size < 0 or self._max_exponent > MAX_POSIT_EXPONENT:
+        if not 3 <= self.width <= MAX_POSIT_BITS or self.exponent_size < 0 or self.max_exponent > MAX_POSIT_EXPONENT:
             raise ValueError(
-                f"impossible posit{self.width}_{self.exponent_size}: posit<n>_<es> takes n from 3 to {MAX_POSIT_BITS} "
+                f"impossible {self}: posit<n> and posit<n>_<es> take n from 3 to {MAX_POSIT_BITS} "
                 f"and es so that (n - 2) * 2^es stays under {MAX_POSIT_EXPONENT}"
             )
 
     @property
-    def _max_exponent(self) -> int:
+    def max_exponent(self) -> int:
+        """The exponent of the largest value; its negative is the smallest one's."""
         return (self.width - 2) << self.exponent_size
 
     @property
@@ -54,7 +55,7 @@ class PositFormat(Format):
         return self.decode_body(code, self.width - 1)
 
     def decode_body(self, body: int, length: int) -> float:
-        """The positive posit whose bits after the sign are `body`, `length` of them (also one more than ours, for midpoints)."""
+        """The positive posit with `length` bits `body` after the sign (one more than ours, for midpoints, will do too)."""
         string = f"{body:0{length}b}"
         run = len(string) - len(string.lstrip(string[0]))
         regime = run - 1 if string[0] == "1" else -run
@@ -67,7 +68,7 @@ class PositFormat(Format):
 
     @property
     def max(self) -> float:
-        return math.ldexp(1.0, self._max_exponent)
+        return math.ldexp(1.0, self.max_exponent)
 
     @property
     def min(self) -> float:
@@ -75,7 +76,7 @@ class PositFormat(Format):
 
     @property
     def smallest(self) -> float:
-        return math.ldexp(1.0, -self._max_exponent)
+        return math.ldexp(1.0, -self.max_exponent)
 
     @property
     def count(self) -> int:

@@ -15,11 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.formats import BlockFormat, Format, Rounding
+from lowp.formats import BlockFormat, Format
 from lowp.formats.floats import FP32
 from lowp.tensor.carrier import CARRIERS, F64
-from lowp.tensor.core import Decode, Encode, Quantize, code_dtype, code_storage, convert
-from lowp.tensor.noise import Noise, blocks, key_tensor
+from lowp.tensor.core import (
+    code_dtype,
+    code_storage,
+    convert,
+    decode_operation,
+    encode_operation,
+    quantize_operation,
+)
+from lowp.tensor.inline import apply_inline as _apply
+from lowp.tensor.noise import Noise
 from lowp.tensor.packing import pack as pack_codes
 from lowp.tensor.packing import unpack
 
@@ -36,7 +44,7 @@ def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, sa
     """Round to the format, in x's dtype."""
     numbers = _to_float64(x)
     unit = _unit(*_scales(numbers, fmt), numbers.shape[-1], fmt)
-    operation = Quantize(fmt.element, torch.float64, Rounding(rounding), saturate, torch.float64)
+    operation = quantize_operation(fmt.element, torch.float64, rounding, saturate, torch.float64)
     elements = _apply(operation, _in_units(numbers, unit, fmt), noise).view(torch.float64)
     return _from_float64(elements * unit, x.dtype).reshape(x.shape)
 
@@ -48,12 +56,12 @@ def encode(
     numbers = _to_float64(x)
     scales, tensor_scale = _scales(numbers, fmt)
     unit = _unit(scales, tensor_scale, numbers.shape[-1], fmt)
-    operation = Encode(fmt.element, torch.float64, Rounding(rounding), saturate, "zero" if nan == "raise" else nan)
+    operation = encode_operation(fmt.element, torch.float64, rounding, saturate, "zero" if nan == "raise" else nan)
     elements = _apply(operation, _in_units(numbers, unit, fmt), noise).view(code_dtype(fmt.element)).reshape(x.shape)
     if packed and fmt.element.bits < 8:
         elements = pack_codes(elements, fmt.element)
-    to_code = Encode(fmt.scale, torch.float64, Rounding.NEAREST, True, "zero")
-    return BlockCodes(elements, _apply(to_code, scales, None).view(code_dtype(fmt.scale)), tensor_scale)
+    to_code = encode_operation(fmt.scale, torch.float64, "nearest", True, "zero")
+    return BlockCodes(elements, _apply(to_code, scales.view(torch.int64), None).view(code_dtype(fmt.scale)), tensor_scale)
 
 
 def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | None) -> Tensor:
@@ -74,17 +82,13 @@ def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | 
 
 
 def _decoded(codes: Tensor, fmt: Format) -> Tensor:
-    operation = Decode(fmt, torch.float64)
-    return operation(codes.view(code_storage(fmt)), operation.tables(codes.device)).view(torch.float64)
+    return _apply(decode_operation(fmt, torch.float64), codes.view(code_storage(fmt)), None).view(torch.float64)
 
 
-def _apply(operation: Quantize | Encode, numbers: Tensor, noise: Noise | None) -> Tensor:
-    stored, tables = numbers.view(torch.int64), operation.tables(numbers.device)
-    if noise is None:
-        return operation(stored, tables)
-    flat = stored.reshape(-1)
-    pieces = [operation(flat[a:b], tables, key_tensor(noise, a, numbers.device)) for a, b in blocks(noise, flat.numel())]
-    return (torch.cat(pieces) if pieces else operation(flat, tables)).reshape(numbers.shape)
+def _rounded(numbers: Tensor, fmt: Format) -> Tensor:
+    """To nearest, saturating, in float64."""
+    operation = quantize_operation(fmt, torch.float64, "nearest", True, torch.float64)
+    return _apply(operation, numbers.view(torch.int64), None).view(torch.float64)
 
 
 def _to_float64(x: Tensor) -> Tensor:
@@ -103,21 +107,18 @@ def _scales(numbers: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor | None]:
     """The scale of each block, in float64, and the tensor's own."""
     magnitude = numbers.abs()
     finite = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
-    short = -numbers.shape[-1] % fmt.size
-    largest = torch.nn.functional.pad(finite, (0, short)).unflatten(-1, (-1, fmt.size)).amax(-1)
+    filled = torch.nn.functional.pad(finite, (0, -numbers.shape[-1] % fmt.size))
+    largest = filled.unflatten(-1, (-1, fmt.size)).amax(-1)
     if fmt.power_of_two_scale:
         return _power_of_two_scales(largest, fmt), None
     tensor_scale = None
     if fmt.tensor_scale:
         whole = finite.amax() if numbers.numel() else finite.sum()
-        to_float32 = Quantize(FP32, torch.float64, Rounding.NEAREST, True, torch.float32)
-        tensor_scale = to_float32((whole / (fmt.element.max * fmt.scale.max)).view(torch.int64)).view(torch.float32)
+        tensor_scale = _rounded(whole / (fmt.element.max * fmt.scale.max), FP32)
         tensor_scale = torch.where(tensor_scale > 0, tensor_scale, torch.ones_like(tensor_scale))
-    unit = fmt.element.max if tensor_scale is None else tensor_scale.double() * fmt.element.max
-    nearest = Quantize(fmt.scale, torch.float64, Rounding.NEAREST, True, torch.float64)
-    quotient = (largest / unit).view(torch.int64)
-    rounded = nearest(quotient, nearest.tables(numbers.device)).view(torch.float64)
-    return rounded.clamp(min=fmt.scale.smallest), tensor_scale
+    unit = fmt.element.max if tensor_scale is None else tensor_scale * fmt.element.max
+    scales = _rounded(largest / unit, fmt.scale).clamp(min=fmt.scale.smallest)
+    return scales, None if tensor_scale is None else _from_float64(tensor_scale, torch.float32)
 
 
 def _power_of_two_scales(largest: Tensor, fmt: BlockFormat) -> Tensor:
@@ -132,14 +133,16 @@ def _exponent(power_of_two: float) -> int:
 
 
 def _unit(scales: Tensor, tensor_scale: Tensor | None, count: int, fmt: BlockFormat) -> Tensor:
-    """Each element's scale."""
-    if tensor_scale is not None:
-        scales = scales * tensor_scale.double()
-    return scales.unsqueeze(-1).expand(*scales.shape, fmt.size).flatten(-2)[..., :count]
+    """What each of the `count` elements of a row counts in.
+
+    Looked up by block number: written as a view (expand, flatten, crop), inductor's loop splitting on CPU (torch 2.13) loses the
+    last block of rows whose length is no multiple of the block's.
+    """
+    unit = scales[..., torch.arange(count, device=scales.device) // fmt.size]
+    return unit if tensor_scale is None else unit * _to_float64(tensor_scale)
 
 
 def _in_units(numbers: Tensor, unit: Tensor, fmt: BlockFormat) -> Tensor:
     """Elements in units of their scale; finite ones clamped to the range, so that rounding cannot lead out of it."""
     scaled = numbers / unit
-    clamped = scaled.clamp(fmt.element.min, fmt.element.max)
-    return torch.where(numbers.isinf(), scaled, clamped)
+    return torch.where(numbers.isinf(), scaled, scaled.clamp(fmt.element.min, fmt.element.max)).view(torch.int64)

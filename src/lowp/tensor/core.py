@@ -3,7 +3,7 @@
 A description says everything that is known before the data: format, dtypes, mode. Called with the stored bits of a tensor
 (an integer tensor of any shape) it gives the stored bits of the result, in plain torch operations: the single source of
 the eager, the precompiled and the inlined path. What is data, but not the user's, comes as arguments: the key of the noise
-and the tensors of `tables(device)`.
+and the tensors of `operation.tables`.
 """
 
 import math
@@ -19,7 +19,7 @@ from lowp.formats.posit import PositFormat
 from lowp.tensor import grid, posit
 from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier_for, is_grid
 from lowp.tensor.noise import draw
-from lowp.tensor.table import Staircase, bits_of_number, goes_up, staircase, to_float64
+from lowp.tensor.table import Table, bits_of_number, goes_up, staircase, to_float64
 
 Tables = tuple[Tensor, ...]
 
@@ -34,36 +34,40 @@ def code_storage(fmt: Format) -> torch.dtype:
     return torch.int8 if fmt.bits <= 8 else code_dtype(fmt)
 
 
+# Dtypes are formats like any other: the constants for reading one in a wider carrier, and for rounding a wider one to it.
+_WIDEN = {
+    (narrow, wide): grid.grid(FORMAT_OF_DTYPE[narrow], CARRIERS[wide], Rounding.NEAREST, False)
+    for narrow in FORMAT_OF_DTYPE
+    for wide in (torch.float32, torch.float64)
+    if narrow != wide
+}
+
+
 def convert(bits: Tensor, source: Carrier, target: Carrier) -> Tensor:
-    """The same numbers in another carrier, rounded to nearest where it is narrower: a dtype is a format like any other."""
-    if source is target:
+    """The same numbers in another carrier, rounded to nearest where it is narrower."""
+    if source.dtype == target.dtype:
         return bits
-    if source.fraction_bits < target.fraction_bits and source.bias <= target.bias:
-        return grid.decode(bits.to(target.compute), FORMAT_OF_DTYPE[source.dtype], target)
-    if source.bias < target.bias:  # float16 to bfloat16: neither holds the other
-        return convert(convert(bits, source, F32), F32, target)
-    constants = grid.grid(FORMAT_OF_DTYPE[target.dtype], source, Rounding.NEAREST, False)
-    return grid.encode(bits, constants, None, "raise").to(target.compute)
+    if (source.dtype, target.dtype) in _WIDEN:
+        return grid.decode(bits.to(target.compute), _WIDEN[source.dtype, target.dtype])
+    if (target.dtype, source.dtype) in _WIDEN:
+        return grid.encode(bits, _WIDEN[target.dtype, source.dtype], None, "raise").to(target.compute)
+    return convert(convert(bits, source, F32), F32, target)  # float16 and bfloat16: neither holds the other
 
 
 @lru_cache(maxsize=256)
-def _code_table(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _code_table(fmt: Format, dtype: torch.dtype) -> Table:
     """The stored bits, in `dtype`, of the value of every code."""
-    values = fmt.table
     if dtype in FORMAT_OF_DTYPE:
-        values = tuple(reference.round(value, FORMAT_OF_DTYPE[dtype]) for value in values)
-    carrier = CARRIERS[dtype]
-    if carrier.storage == carrier.compute:
-        return torch.tensor([bits_of_number(value, carrier) for value in values], dtype=carrier.storage, device=device)
-    bits = torch.tensor([bits_of_number(value, F32) for value in values], dtype=torch.int32, device=device)
-    return convert(bits, F32, carrier).to(carrier.storage)
+        codes = [reference.encode(value, FORMAT_OF_DTYPE[dtype]) for value in fmt.table]  # a dtype's bits are its codes
+        width = CARRIERS[dtype].storage.itemsize * 8
+        return Table([code - (code >> (width - 1) << width) for code in codes], CARRIERS[dtype].storage)
+    return Table([bits_of_number(value, CARRIERS[dtype]) for value in fmt.table], CARRIERS[dtype].storage)
 
 
 @lru_cache(maxsize=256)
-def _posit_gaps(fmt: PositFormat, device: torch.device) -> Tensor:
+def _posit_gaps(fmt: PositFormat) -> Table:
     """The posits from zero up, in float64, and one more: infinite, as the largest has nothing above it to go to."""
-    values = [fmt.value(code) for code in range(fmt.max_code)] + [float("inf")] * 2
-    return torch.tensor(values, dtype=torch.float64, device=device)
+    return Table([fmt.value(code) for code in range(fmt.max_code)] + [math.inf] * 2, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -75,20 +79,25 @@ class _Rounder:
     mode: Rounding
     saturate: bool
 
-    @property
-    def carrier(self) -> Carrier:
-        return carrier_for(self.fmt, self.dtype)
-
-    @property
-    def stochastic(self) -> bool:
-        return self.mode is Rounding.STOCHASTIC
-
-    def _staircase(self, device: torch.device) -> Staircase:
-        return staircase(self.fmt, self.carrier, self.mode, self.saturate, device)
+    def __post_init__(self) -> None:
+        """Everything that follows from the fields and that a compiler should see as plain attributes."""
+        carrier = carrier_for(self.fmt, self.dtype)
+        constants = grid.grid(self.fmt, carrier, self.mode, self.saturate) if is_grid(self.fmt) else None
+        stairs = None
+        if constants is None and not isinstance(self.fmt, PositFormat):
+            stairs = staircase(self.fmt, carrier, self.mode, self.saturate)
+        for name, value in {
+            "own": CARRIERS[self.dtype],
+            "carrier": carrier,
+            "grid": constants,
+            "posit": posit.Shape.of(self.fmt, carrier) if isinstance(self.fmt, PositFormat) else None,
+            "stairs": stairs,
+            "stochastic": self.mode is Rounding.STOCHASTIC,
+        }.items():
+            object.__setattr__(self, name, value)
 
     def _enter(self, stored: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        own = CARRIERS[self.dtype]
-        bits = convert(own.bits(stored), own, self.carrier)
+        bits = convert(self.own.bits(stored), self.own, self.carrier)
         return bits, draw(key, bits, self.carrier.noise_bits) if key is not None else None
 
     def _split(self, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,32 +106,33 @@ class _Rounder:
 
     def _entry(self, bits: Tensor, noise: Tensor | None, tables: Tables) -> Tensor:
         """The entry of the staircase that each number is rounded to."""
-        stairs = self._staircase(bits.device).with_tensors(tables)
         magnitude, negative = self._split(bits)
-        entry = stairs.find(magnitude, negative)
+        entry = self.stairs.find(magnitude, negative, tables)
+        low, high, even = tables[4:]
         if noise is not None:
-            up = goes_up(magnitude, stairs.entry_low[entry], stairs.entry_high[entry], noise, self.carrier)
+            up = goes_up(magnitude, low[entry], high[entry], noise, self.carrier)
         elif self.mode is Rounding.TO_ODD:
-            up = (to_float64(magnitude, self.carrier) > stairs.entry_low[entry]) & stairs.entry_even[entry]
+            up = (to_float64(magnitude, self.carrier) > low[entry]) & even[entry]
         else:
             return entry
         return entry + up.to(entry.dtype)
 
     def _posit_code(self, bits: Tensor, noise: Tensor | None, tables: Tables) -> Tensor:
-        assert isinstance(self.fmt, PositFormat)
         magnitude, negative = self._split(bits)
-        walk = Rounding.TOWARD_ZERO if self.stochastic else self.mode
-        rank = posit.rank(magnitude, negative, self.fmt, self.carrier, walk)
+        rank = posit.rank(magnitude, negative, self.posit, Rounding.TOWARD_ZERO if self.stochastic else self.mode)
         if noise is not None:
             values = tables[-1]
             rank = rank + goes_up(magnitude, values[rank], values[rank + 1], noise, self.carrier).to(rank.dtype)
-        code = posit.code_of_rank(rank, negative, self.fmt)
+        code = posit.code_of_rank(rank, negative, self.posit)
         lowest_nan = self.carrier.infinity + self.saturate  # an infinity is NaR, unless it saturates
-        return torch.where(magnitude >= lowest_nan, torch.full_like(code, self.fmt.nan_code), code)
+        return torch.where(magnitude >= lowest_nan, torch.full_like(code, self.posit.nan_code), code)
 
-    def _posit_tables(self, device: torch.device) -> Tables:
-        assert isinstance(self.fmt, PositFormat)
-        return (_posit_gaps(self.fmt, device),) if self.stochastic else ()
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """None for a grid; a posit's neighbours where they are needed; a staircase."""
+        if self.stairs is not None:
+            return self.stairs.tables
+        return (_posit_gaps(self.fmt),) if self.posit is not None and self.stochastic else ()
 
 
 @dataclass(frozen=True)
@@ -131,27 +141,27 @@ class Quantize(_Rounder):
 
     out_dtype: torch.dtype
 
-    def tables(self, device: torch.device) -> Tables:
-        if is_grid(self.fmt):
-            return ()
-        if isinstance(self.fmt, PositFormat):
-            return _code_table(self.fmt, self.carrier.dtype, device), *self._posit_tables(device)
-        return self._staircase(device).tensors
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "target", CARRIERS[self.out_dtype])
 
-    def __call__(self, stored: Tensor, tables: Tables = (), key: Tensor | None = None) -> Tensor:
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        if self.posit is not None:
+            return _code_table(self.fmt, self.carrier.dtype), *super().tables
+        return super().tables
+
+    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
         bits, noise = self._enter(stored, key)
-        carrier, target = self.carrier, CARRIERS[self.out_dtype]
-        if is_grid(self.fmt):
-            constants = grid.grid(self.fmt, carrier, self.mode, self.saturate)  # type: ignore[arg-type]
-            result = grid.quantize(bits, constants, noise)
+        if self.grid is not None:
+            result = grid.quantize(bits, self.grid, noise)
         else:
-            if isinstance(self.fmt, PositFormat):
+            if self.posit is not None:
                 result = tables[0][self._posit_code(bits, noise, tables)]
             else:
-                stairs = self._staircase(bits.device).with_tensors(tables)
-                result = stairs.entry_bits[self._entry(bits, noise, tables)]
-            result = torch.where((bits & carrier.magnitude) > carrier.infinity, bits, result)
-        return target.store(convert(result, carrier, target))
+                result = tables[2][self._entry(bits, noise, tables)]
+            result = torch.where((bits & self.carrier.magnitude) > self.carrier.infinity, bits, result)
+        return self.target.store(convert(result, self.carrier, self.target))
 
 
 @dataclass(frozen=True)
@@ -160,33 +170,29 @@ class Encode(_Rounder):
 
     nan_to: str
 
-    def tables(self, device: torch.device) -> Tables:
-        if is_grid(self.fmt):
-            return ()
-        return self._posit_tables(device) if isinstance(self.fmt, PositFormat) else self._staircase(device).tensors
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "storage", code_storage(self.fmt))
+        object.__setattr__(self, "nan_codes", _nan_codes(self.fmt, self.nan_to))
 
-    def __call__(self, stored: Tensor, tables: Tables = (), key: Tensor | None = None) -> Tensor:
+    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
         bits, noise = self._enter(stored, key)
-        if is_grid(self.fmt):
-            constants = grid.grid(self.fmt, self.carrier, self.mode, self.saturate)  # type: ignore[arg-type]
-            code = grid.encode(bits, constants, noise, self.nan_to)
-        elif isinstance(self.fmt, PositFormat):
+        if self.grid is not None:
+            code = grid.encode(bits, self.grid, noise, self.nan_to)
+        elif self.posit is not None:
             code = self._posit_code(bits, noise, tables)
         else:
-            stairs = self._staircase(bits.device).with_tensors(tables)
-            code = stairs.entry_code[self._entry(bits, noise, tables)]
-            code = torch.where((bits & self.carrier.magnitude) > self.carrier.infinity, self._nan_code(bits), code)
-        return code.to(code_storage(self.fmt))
+            code = tables[3][self._entry(bits, noise, tables)]
+            positive, negative = (torch.full_like(bits, nan) for nan in self.nan_codes)
+            nan = torch.where(bits < 0, negative, positive)
+            code = torch.where((bits & self.carrier.magnitude) > self.carrier.infinity, nan, code)
+        return code.to(self.storage)
 
-    def _nan_code(self, bits: Tensor) -> Tensor:
-        """The code of NaN in a table format, or of what stands for it."""
-        if self.fmt.nan_code is not None:
-            positive, negative = (reference.encode(math.copysign(math.nan, sign), self.fmt) for sign in (1, -1))
-            return torch.where(bits < 0, torch.full_like(bits, negative), torch.full_like(bits, positive))
-        zero, largest, lowest = (reference.encode(value, self.fmt) for value in (0.0, self.fmt.max, self.fmt.min))
-        if self.nan_to == "zero":
-            return torch.full_like(bits, zero)
-        return torch.where(bits < 0, torch.full_like(bits, lowest), torch.full_like(bits, largest))
+
+def _nan_codes(fmt: Format, nan_to: str) -> tuple[int, int]:
+    """The codes of a positive and of a negative NaN, or of what stands for them."""
+    positive, negative = (reference.encode(math.copysign(math.nan, sign), fmt, nan=nan_to) for sign in (1, -1))
+    return positive, negative
 
 
 @dataclass(frozen=True)
@@ -195,20 +201,46 @@ class Decode:
 
     fmt: Format
     dtype: torch.dtype
+    stochastic = False
+
+    def __post_init__(self) -> None:
+        carrier = carrier_for(self.fmt, self.dtype)
+        constants = grid.grid(self.fmt, carrier, Rounding.NEAREST, False) if is_grid(self.fmt) else None
+        object.__setattr__(self, "carrier", carrier)
+        object.__setattr__(self, "target", CARRIERS[self.dtype])
+        object.__setattr__(self, "grid", constants)
+        object.__setattr__(self, "mask", (1 << self.fmt.bits) - 1)
 
     @property
-    def stochastic(self) -> bool:
-        return False
+    def tables(self) -> tuple[Table, ...]:
+        return () if self.grid is not None else (_code_table(self.fmt, self.dtype),)
 
-    def tables(self, device: torch.device) -> Tables:
-        return () if is_grid(self.fmt) else (_code_table(self.fmt, self.dtype, device),)
-
-    def __call__(self, stored: Tensor, tables: Tables = (), key: Tensor | None = None) -> Tensor:
-        target = CARRIERS[self.dtype]
-        if is_grid(self.fmt):
-            carrier = carrier_for(self.fmt, self.dtype)
-            bits = grid.decode(stored.to(carrier.compute), self.fmt, carrier)  # type: ignore[arg-type]
-            return target.store(convert(bits, carrier, target))
-        return tables[0][stored.to(torch.int32) & ((1 << self.fmt.bits) - 1)]
+    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
+        if self.grid is None:
+            return tables[0][stored.to(torch.int32) & self.mask]
+        bits = grid.decode(stored.to(self.carrier.compute), self.grid)
+        return self.target.store(convert(bits, self.carrier, self.target))
 
 
+Operation = Quantize | Encode | Decode
+
+
+@lru_cache(maxsize=1024)
+def tables_on(operation: Operation, device: torch.device) -> Tables:
+    """An operation's tables as tensors, kept for the next call (not to be used under a tracer, whose own they would be)."""
+    return tuple(table.tensor(device) for table in operation.tables)
+
+
+@lru_cache(maxsize=4096)
+def quantize_operation(fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, out_dtype: torch.dtype) -> Quantize:
+    return Quantize(fmt, dtype, Rounding(rounding), saturate, out_dtype)
+
+
+@lru_cache(maxsize=4096)
+def encode_operation(fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, nan_to: str) -> Encode:
+    return Encode(fmt, dtype, Rounding(rounding), saturate, nan_to)
+
+
+@lru_cache(maxsize=4096)
+def decode_operation(fmt: Format, dtype: torch.dtype) -> Decode:
+    return Decode(fmt, dtype)

@@ -37,6 +37,7 @@ class Grid:
     max_code: int
     inf_code: int  # -1: none
     nan_code: int  # -1: none
+    nan_is_minus_zero: bool  # fnuz
     overflow_code: int  # where a result beyond the largest value goes, for modes and signs that lead away from zero
     infinity_code: int  # where an infinite input goes
     has_negative_zero: bool
@@ -65,7 +66,7 @@ class Grid:
         return self.mode is Rounding.NEAREST and 0 < self.mantissa_bits < 2 * c.bias + self.mantissa_bits - top_field
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def grid(fmt: GridFormat, carrier: Carrier, mode: Rounding, saturate: bool) -> Grid:
     """The constants of a format on a carrier that it fits (`carrier.grid_fits`)."""
     mantissa_bits, min_exponent = grid_shape(fmt)
@@ -90,6 +91,7 @@ def grid(fmt: GridFormat, carrier: Carrier, mode: Rounding, saturate: bool) -> G
         max_code=fmt.max_code,
         inf_code=inf_code,
         nan_code=nan_code,
+        nan_is_minus_zero=isinstance(fmt, FloatFormat) and fmt.specials is Specials.FNUZ,
         overflow_code=overflow_code,
         infinity_code=special,
         has_negative_zero=fmt.has_negative_zero,
@@ -114,6 +116,11 @@ def _full(like: Tensor, value: int) -> Tensor:
     return torch.full_like(like, value)
 
 
+def _magnitude(bits: Tensor, carrier: Carrier) -> Tensor:
+    """Without the sign, and NaN as infinity: what is added later cannot overflow then, with which compilers take liberties."""
+    return (bits & carrier.magnitude).clamp(max=carrier.infinity)
+
+
 def _sign_of(bits: Tensor) -> Tensor:
     """-1 where negative, else 0."""
     return bits >> (bits.dtype.itemsize * 8 - 1)
@@ -133,7 +140,7 @@ def quantize(bits: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     4. Put the sign back; NaN passes as it is.
     """
     c, mode = g.carrier, g.mode
-    magnitude, negative = bits & c.magnitude, _sign_of(bits)
+    magnitude, negative = _magnitude(bits, c), _sign_of(bits)
     field = magnitude >> c.fraction_bits
     if g.shares_lowest_binade:
         drop: Tensor | int = g.dropped
@@ -147,7 +154,7 @@ def quantize(bits: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     sign = bits & c.sign
     if not g.has_negative_zero:
         sign = torch.where(result == 0, torch.zeros_like(sign), sign)
-    return torch.where(magnitude > c.infinity, bits, result | sign)
+    return torch.where((bits & c.magnitude) > c.infinity, bits, result | sign)
 
 
 def _is_odd(magnitude: Tensor, drop: Tensor | int, g: Grid) -> Tensor:
@@ -202,14 +209,14 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     NaN, or in a format without one, zero or the largest value (`nan_to`).
     """
     c = g.carrier
-    magnitude, negative = bits & c.magnitude, _sign_of(bits)
+    magnitude, negative = _magnitude(bits, c), _sign_of(bits)
     if g.shares_lowest_binade:
         rank = cut(magnitude, g.dropped, lambda: (magnitude >> g.dropped) & 1, g.mode, negative, noise, c.noise_bits)
     else:
         rank = _rank(magnitude, negative, g, noise)
     rank = _overflow(rank, magnitude, negative, g.max_code, g.overflow_code, g.infinity_code, g)
     nan_rank = g.nan_code if g.nan_code >= 0 else (0 if nan_to == "zero" else g.max_code)
-    is_nan = magnitude > c.infinity
+    is_nan = (bits & c.magnitude) > c.infinity
     rank = torch.where(is_nan, _full(rank, nan_rank), rank)
     if g.fixed:
         code = (rank ^ negative) - negative  # two's complement
@@ -234,7 +241,15 @@ def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) ->
     else:
         drop = under.clamp(g.dropped, c.fraction_bits + 2)  # from there on, a significand is less than half a step
     binades = (field.clamp(min=g.lowest_field) - g.lowest_field) << g.mantissa_bits
-    return binades + cut(significand, drop, lambda: ((significand >> drop) + (binades if g.mantissa_bits == 0 else 0)) & 1, g.mode, negative, noise, c.noise_bits)
+    return binades + cut(
+        significand,
+        drop,
+        lambda: ((significand >> drop) + (binades if g.mantissa_bits == 0 else 0)) & 1,
+        g.mode,
+        negative,
+        noise,
+        c.noise_bits,
+    )
 
 
 def _rank_by_float_unit(magnitude: Tensor, g: Grid) -> Tensor:
@@ -255,9 +270,9 @@ def _rank_by_float_unit(magnitude: Tensor, g: Grid) -> Tensor:
     return torch.round(steps).to(c.compute) + (field - g.lowest_field << g.mantissa_bits)
 
 
-def decode(code: Tensor, fmt: GridFormat, carrier: Carrier) -> Tensor:
-    """The bits of the values of codes (computing integers; bits above the format's are ignored). Exact."""
-    g = grid(fmt, carrier, Rounding.NEAREST, False)
+def decode(code: Tensor, g: Grid) -> Tensor:
+    """The bits of the values of codes (computing integers; bits above the format's are ignored). The mode does not matter."""
+    carrier = g.carrier
     if g.fixed:
         shift = code.dtype.itemsize * 8 - g.bits
         number = code << shift >> shift  # spread the sign
@@ -268,9 +283,9 @@ def decode(code: Tensor, fmt: GridFormat, carrier: Carrier) -> Tensor:
         rank = code & ((1 << (g.bits - 1)) - 1)
         sign = _sign_of(code << (code.dtype.itemsize * 8 - g.bits)) & carrier.sign
     bits = _bits_of_rank(rank, g) | sign
-    if g.fixed or fmt.specials is Specials.NONE:  # type: ignore[union-attr]
+    if g.inf_code < 0 and g.nan_code < 0:
         return bits
-    if fmt.specials is Specials.FNUZ:  # type: ignore[union-attr]
+    if g.nan_is_minus_zero:
         is_nan = (code & ((1 << g.bits) - 1)) == g.nan_code
         return torch.where(is_nan, _full(bits, carrier.nan), bits)
     special = _full(bits, carrier.nan) | sign

@@ -22,10 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.tensor.core import Decode, Encode, Quantize
-from lowp.tensor.noise import Noise, blocks, key_tensor
-
-Operation = Quantize | Encode | Decode
+from lowp.tensor.core import Decode, Encode, Operation, code_storage, tables_on
+from lowp.tensor.noise import KEY_SIZE, Noise, blocks, key_tensor
 
 SMALL = 1 << 16  # elements; also the length of a row on CUDA
 CALLS_BEFORE_BUILD = 32
@@ -68,7 +66,7 @@ def run(operation: Operation, stored: Tensor, noise: Noise | None, out: Tensor) 
     if count == 0:
         return
     kernel = _kernel(operation, stored.device, count)
-    tables = operation.tables(stored.device)
+    tables = tables_on(operation, stored.device)
     for start, stop in _pieces(count, stored.device, noise, MAX_ELEMENTS if kernel is not None else SMALL):
         whole = stop - start == count
         source, target = (stored, out) if whole else (stored[start:stop], out[start:stop])
@@ -148,14 +146,9 @@ def _aligned(tensor: Tensor) -> bool:
 
 def _dtypes(operation: Operation) -> tuple[torch.dtype, torch.dtype]:
     """The stored dtypes of input and output."""
-    from lowp.tensor.carrier import CARRIERS
-    from lowp.tensor.core import code_storage
-
     if isinstance(operation, Decode):
-        return code_storage(operation.fmt), CARRIERS[operation.dtype].storage
-    if isinstance(operation, Encode):
-        return CARRIERS[operation.dtype].storage, code_storage(operation.fmt)
-    return CARRIERS[operation.dtype].storage, CARRIERS[operation.out_dtype].storage
+        return code_storage(operation.fmt), operation.target.storage
+    return operation.own.storage, operation.storage if isinstance(operation, Encode) else operation.target.storage
 
 
 def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable[[list[Tensor]], Any]:
@@ -181,8 +174,8 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
         return torch.empty((1 << 20) + 3 + offset, dtype=dtype, device=device)[offset:]
 
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        tables = list(operation.tables(device))
-        keys = [torch.zeros(3, dtype=torch.int32, device=device)] if operation.stochastic else []
+        tables = list(tables_on(operation, device))
+        keys = [torch.zeros(KEY_SIZE, dtype=torch.int32, device=device)] if operation.stochastic else []
 
         def kernel(stored: Tensor, *rest: Tensor) -> tuple[()]:
             *data, out = rest

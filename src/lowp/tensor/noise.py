@@ -1,20 +1,27 @@
 """Randomness as an argument: a counter-based generator, keyed by (seed, step, stream), counting elements.
 
-Element i of a tensor draws from `hash(key, offset + i)`. So the same call gives the same bits on every chip, eager and
+Element i of a tensor draws from `permutation(key, offset + i)`. So the same call gives the same bits on every chip, eager and
 compiled, after a resume, and whether a tensor is rounded whole or in pieces with their offsets.
 
-The key is three rounds of splitmix64 over seed, step and stream. A draw is two rounds of a 32-bit integer hash of full
-avalanche (xor-shift and multiply, bias 0.17), with half of the key mixed in before each: about a fifth of the work of
-Philox, which would not leave stochastic rounding at half the speed of a copy on a CPU. For a given key and index block the
-draws of 2^32 elements are a permutation; between keys they are unrelated, which the tests check.
+The generator is Philox (Salmon et al., 2011) on words of 16 bits: the key is four words, made by running four-word Philox over
+seed, step and stream; a draw is six rounds of two-word Philox over the index. Words of 16 bits and multipliers of 15 keep
+every product below 2^31. That matters more than it seems: a 32-bit integer hash whose products wrap around is about as fast,
+but signed overflow is undefined in C++, and gcc does turn such a hash into a constant in inductor's remainder loops.
+For a given key the draws of 2^32 elements are a permutation; between keys they are unrelated, which the tests check.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-_WORD = 1 << 32
+_INDICES = 1 << 32  # elements that one key serves
+KEY_SIZE = 6  # words in a key tensor
+_MULTIPLIERS = (0x7A35, 0x6E2B)
+_ROUNDS = (0x9E37, 0x79B9, 0x7F4A, 0x7C15, 0xF39C, 0xC060, 0x5CED)  # digits of the golden ratio, against symmetry
+
+Word = int | Tensor  # 16 bits
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class Noise:
     """Which random numbers to use: a seed, a step and a stream (say, the parameter's number), and the first index.
 
     All are integers of up to 64 bits. `seed` and `step` may also be integer tensors of one element, so that a compiled
-    training step or a CUDA graph can count without being compiled or captured again.
+    training step or a CUDA graph can count without being compiled or captured again (in eager mode that is slower).
     """
 
     seed: int | Tensor
@@ -35,42 +42,32 @@ class Noise:
             raise ValueError(f"offset counts elements and cannot be {self.offset}")
 
 
-def _signed64(z: "int | Tensor") -> "int | Tensor":
-    """Python integers wrapped to 64 bits, as tensors wrap by themselves."""
-    return z if isinstance(z, Tensor) else (z + (1 << 63)) % (1 << 64) - (1 << 63)
+def _philox4(words: list[Word]) -> list[Word]:
+    """Seven rounds of four-word Philox without a key: a permutation of 64 bits in which every bit depends on every other."""
+    a, b, c, d = words
+    for constant in _ROUNDS:
+        p, q = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = (q >> 16) ^ b ^ constant, q & 0xFFFF, (p >> 16) ^ d ^ (constant >> 1), p & 0xFFFF
+    return [a, b, c, d]
 
 
-def _splitmix64(z: "int | Tensor") -> "int | Tensor":
-    """One step of splitmix64, on signed 64-bit numbers; each mask makes an arithmetic right shift a logical one."""
-    z = _signed64(z + -0x61C8864680B583EB)
-    z = _signed64((z ^ (z >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47)
-    z = _signed64((z ^ (z >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15)
-    return z ^ (z >> 31 & (1 << 33) - 1)
-
-
-def _signed32(word: "int | Tensor") -> "int | Tensor":
-    return ((word & _WORD - 1) ^ 1 << 31) - (1 << 31)
-
-
-def key_words(noise: Noise, block: "int | Tensor" = 0) -> "tuple[int | Tensor, int | Tensor]":
-    """The two 32-bit halves of the key, as signed numbers, for the given block of 2^32 indices."""
-    z = _splitmix64(_signed64(noise.seed))
-    z = _splitmix64(_signed64(z ^ noise.step))
-    z = _splitmix64(_signed64(z ^ noise.stream))
-    second = _signed32((z >> 32) + block * 0x9E3779B9)
-    return _signed32(z), second
+def key_words(noise: Noise, block: int = 0) -> list[Word]:
+    """The key for one block of 2^32 indices: seed, step, stream and (but for the first) block, absorbed one after the other."""
+    state: list[Word] = [0, 0, 0, 0]
+    for number in (noise.seed, noise.step, noise.stream, *([block] if block else [])):
+        state = _philox4([word ^ (number >> shift & 0xFFFF) for word, shift in zip(state, (0, 16, 32, 48), strict=True)])
+    return state
 
 
 def key_tensor(noise: Noise, first: int, device: torch.device) -> Tensor:
-    """The key for the elements from index `first` on (all within one block of 2^32): two halves and the low word of `first`."""
-    block, low = divmod(noise.offset + first, _WORD)
-    if torch.compiler.is_compiling():  # numbers that change from call to call must not be folded into the graph
-        seed, step = (_as_int64(part, device) for part in (noise.seed, noise.step))
-        noise = Noise(seed, step, noise.stream, noise.offset)
+    """The key for the elements from index `first` on (all of one block), and the two words of `first`."""
+    block, low = divmod(noise.offset + first, _INDICES)
+    if any(isinstance(part, torch.SymInt) for part in (noise.seed, noise.step)):  # a compiled function's changing integers
+        noise = Noise(_as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream, noise.offset)
+    words = [*key_words(noise, block), low & 0xFFFF, low >> 16]
     if isinstance(noise.seed, Tensor) or isinstance(noise.step, Tensor):
-        halves = [_as_int64(word, device).to(torch.int32) for word in key_words(noise, block)]
-        return torch.stack([*halves, torch.tensor(_signed32(low), dtype=torch.int32, device=device)])
-    return torch.tensor([*key_words(noise, block), _signed32(low)], dtype=torch.int32, device=device)
+        return torch.stack([_as_int64(word, device) for word in words]).to(torch.int32)
+    return torch.tensor(words, dtype=torch.int32, device=device)
 
 
 def _as_int64(value: "int | Tensor", device: torch.device) -> Tensor:
@@ -84,15 +81,16 @@ def blocks(noise: Noise, count: int) -> "list[tuple[int, int]]":
     cuts = [0]
     while cuts[-1] < count:
         index = noise.offset + cuts[-1]
-        cuts.append(min(count, cuts[-1] + _WORD - index % _WORD))
-    return list(zip(cuts, cuts[1:], strict=False))
+        cuts.append(min(count, cuts[-1] + _INDICES - index % _INDICES))
+    return list(pairwise(cuts))
 
 
-def _hash32(h: Tensor) -> Tensor:
-    """A bijection of 32-bit integers in which every input bit flips every output bit with probability one half."""
-    h = (h ^ (h >> 16 & 0xFFFF)) * 0x7FEB352D
-    h = (h ^ (h >> 15 & 0x1FFFF)) * -0x7B935975
-    return h ^ (h >> 16 & 0xFFFF)
+def _philox2(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Six rounds of two-word Philox: a permutation of the 32 bits for every key."""
+    for number in range(6):
+        product = low * _MULTIPLIERS[number % 2]
+        low, high = (product >> 16) ^ high ^ (key[number % 4] ^ _ROUNDS[number]), product & 0xFFFF
+    return low, high
 
 
 def draw(key: Tensor, like: Tensor, bits: int) -> Tensor:
@@ -101,9 +99,11 @@ def draw(key: Tensor, like: Tensor, bits: int) -> Tensor:
     The first 30 bits are the same for both widths, so that a number rounds the same in float32 and in float64.
     """
     index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape)
-    word = _hash32(_hash32((index + key[2]) ^ key[0]) + key[1])
-    high = word & 0x3FFFFFFF
+    low = (index & 0xFFFF) + key[4]
+    high = ((index >> 16) + key[5] + (low >> 16)) & 0xFFFF
+    low, high = _philox2(low & 0xFFFF, high, key)
+    first = (high << 14) + (low >> 2)
     if bits == 30:
-        return high
-    low = _hash32(word + -0x61C88647)
-    return high.to(torch.int64) << 32 | low.to(torch.int64) & 0xFFFFFFFF
+        return first
+    low, high = _philox2(low, high, key)
+    return (first.to(torch.int64) << 32) + (high.to(torch.int64) << 16) + low.to(torch.int64)

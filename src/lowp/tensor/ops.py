@@ -7,19 +7,20 @@ Each call takes one of two roads, which give the same bits:
 - *eager*, through a precompiled kernel (kernels.py) on the tensor's memory, whatever its strides.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat, BlockFormat, Format, Rounding
+from lowp.formats import AnyFormat, BlockFormat, Rounding
 from lowp.formats import format as parse_format
 from lowp.tensor import block, kernels
 from lowp.tensor.block import BlockCodes
 from lowp.tensor.carrier import CARRIERS
-from lowp.tensor.core import Decode, Encode, Quantize, code_dtype
-from lowp.tensor.noise import Noise, blocks, key_tensor
+from lowp.tensor.core import Operation, code_dtype, decode_operation, encode_operation, quantize_operation
+from lowp.tensor.dynamo import in_graph, teach_dynamo
+from lowp.tensor.inline import apply_inline
+from lowp.tensor.noise import Noise
 from lowp.tensor.packing import pack as pack_codes
 from lowp.tensor.packing import unpack
 
@@ -52,12 +53,14 @@ def quantize(
     NaN stays NaN, minus zero stays where the format has it. The result does not require a gradient: `fake_quantize` has a
     straight-through one.
     """
+    if torch.compiler.is_dynamo_compiling() and teach_dynamo():
+        return _write(out, _quantize_in_graph(x, _name(format), rounding, saturate, *_seed_parts(seed)))
     fmt, noise = _check(x, format, rounding, seed, "quantize")
     if out is not None:
         _check_out(out, x.shape, x.device, CARRIERS)
     if isinstance(fmt, BlockFormat):
         return _write(out, block.quantize(x.detach(), fmt, rounding, noise, saturate))
-    operation = _quantize_operation(fmt, x.dtype, rounding, saturate, x.dtype if out is None else out.dtype)
+    operation = quantize_operation(fmt, x.dtype, rounding, saturate, x.dtype if out is None else out.dtype)
     return _apply(operation, x, noise, operation.out_dtype, out)
 
 
@@ -83,6 +86,9 @@ def encode(
             for it), "zero", or "saturate" (the largest value of its sign).
         out: a tensor of the codes' dtype and shape to write to (not for block formats).
     """
+    if torch.compiler.is_dynamo_compiling() and teach_dynamo():
+        codes = _encode_in_graph(x, _name(format), rounding, saturate, nan, pack, *_seed_parts(seed))
+        return BlockCodes(*codes) if isinstance(codes, tuple) else _write(out, codes)
     fmt, noise = _check(x, format, rounding, seed, "encode")
     if nan not in ("raise", "zero", "saturate"):
         raise ValueError(f"unknown nan={nan!r}; it is 'raise', 'zero' or 'saturate'")
@@ -96,7 +102,7 @@ def encode(
         return _write(out, pack_codes(encode(x, fmt, rounding, saturate=saturate, seed=seed, nan=nan), fmt))
     if out is not None:
         _check_out(out, x.shape, x.device, (code_dtype(fmt),))
-    operation = _encode_operation(fmt, x.dtype, rounding, saturate, "zero" if nan == "raise" else nan)
+    operation = encode_operation(fmt, x.dtype, rounding, saturate, "zero" if nan == "raise" else nan)
     return _apply(operation, x, noise, code_dtype(fmt), out)
 
 
@@ -114,9 +120,11 @@ def decode(
         codes: what `encode` returned for the same format.
         size: for packed codes, and only for them: the last dimension of the result.
     """
-    fmt = parse_format(format)
     if out is not None:
         dtype = out.dtype
+    if torch.compiler.is_dynamo_compiling() and teach_dynamo():
+        return _write(out, _decode_in_graph(tuple(codes) if isinstance(codes, tuple) else codes, _name(format), dtype, size))
+    fmt = parse_format(format)
     if dtype not in CARRIERS:
         raise TypeError(f"decode gives float64, float32, float16 or bfloat16, not {dtype}")
     if isinstance(fmt, BlockFormat):
@@ -128,7 +136,7 @@ def decode(
         codes = unpack(codes, fmt, size)
     if out is not None:
         _check_out(out, codes.shape, codes.device, CARRIERS)
-    return _apply(_decode_operation(fmt, dtype), codes, None, dtype, out)
+    return _apply(decode_operation(fmt, dtype), codes, None, dtype, out)
 
 
 def _check(x: Tensor, format: Any, rounding: str, seed: Seed | None, name: str) -> tuple[AnyFormat, Noise | None]:
@@ -163,27 +171,12 @@ def _check_out(out: Tensor, shape: torch.Size, device: torch.device, dtypes: Any
         raise ValueError("out= does not support tensors that require a gradient")
 
 
-@lru_cache(maxsize=4096)
-def _quantize_operation(fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, out_dtype: torch.dtype) -> Quantize:
-    return Quantize(fmt, dtype, Rounding(rounding), saturate, out_dtype)
-
-
-@lru_cache(maxsize=4096)
-def _encode_operation(fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, nan_to: str) -> Encode:
-    return Encode(fmt, dtype, Rounding(rounding), saturate, nan_to)
-
-
-@lru_cache(maxsize=4096)
-def _decode_operation(fmt: Format, dtype: torch.dtype) -> Decode:
-    return Decode(fmt, dtype)
-
-
 def _refuse_nan(x: Tensor, fmt: AnyFormat) -> None:
     """Raise if any element is NaN. The maximum is NaN if one element is: one pass, no mask in memory."""
     message = f"x holds NaN and {fmt} has none; say nan='zero' or nan='saturate'"
     if x.numel() == 0:
         return
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         torch._assert_async(~x.detach().amax().isnan(), message)
     elif torch._C._functorch.is_functorch_wrapped_tensor(x):
         raise ValueError(f"inside torch.func transforms NaN cannot be looked for; {fmt} has none: say nan='zero' or 'saturate'")
@@ -211,9 +204,9 @@ def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return CARRIERS[dtype].storage if dtype in CARRIERS else (torch.int8 if dtype == torch.uint8 else dtype)
 
 
-def _apply(operation: Quantize | Encode | Decode, x: Tensor, noise: Noise | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _apply(operation: Operation, x: Tensor, noise: Noise | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     if _someone_else_in_charge(x):
-        return _write(out, _inlined(operation, x.detach(), noise, dtype))
+        return _write(out, apply_inline(operation, x.detach().view(_stored_dtype(x.dtype)), noise).view(dtype))
     x = x.detach()
     if noise is not None and not x.is_contiguous():
         x = x.contiguous()  # noise counts elements in row-major order
@@ -234,7 +227,8 @@ def _writes_in_place(x: Tensor, out: Tensor) -> bool:
     """May a kernel write to `out` while it reads `x`? They must be laid out alike, and apart or exactly the same."""
     if out.stride() != x.stride() or type(out) is not Tensor:
         return False
-    return out.data_ptr() == x.data_ptr() and out.dtype == x.dtype or not torch._C._overlaps(x, out)
+    same = out.data_ptr() == x.data_ptr() and out.dtype == x.dtype
+    return same or not torch._C._overlaps(x, out)
 
 
 def _memory(tensor: Tensor) -> Tensor:
@@ -243,17 +237,40 @@ def _memory(tensor: Tensor) -> Tensor:
     return flat.view(_stored_dtype(tensor.dtype))
 
 
-def _inlined(operation: Quantize | Encode | Decode, x: Tensor, noise: Noise | None, dtype: torch.dtype) -> Tensor:
-    stored = x.view(_stored_dtype(x.dtype))
-    tables = operation.tables(x.device)
-    if noise is None:
-        return operation(stored, tables).view(dtype)
-    pieces = blocks(noise, x.numel())
-    if len(pieces) == 1:
-        return operation(stored, tables, key_tensor(noise, 0, x.device)).view(dtype)
-    flat = stored.reshape(-1)
-    results = [operation(flat[first:end], tables, key_tensor(noise, first, x.device)) for first, end in pieces]
-    return torch.cat(results or [operation(flat)]).reshape(x.shape).view(dtype)
+@in_graph
+def _quantize_in_graph(x: Tensor, format: str, rounding: str, saturate: bool, *seed: Any) -> Tensor:
+    return quantize(x, format, rounding, saturate=saturate, seed=_seed_of(seed))
+
+
+@in_graph
+def _encode_in_graph(x: Tensor, format: str, rounding: str, saturate: bool, nan: str, pack: bool, *seed: Any) -> Any:
+    return encode(x, format, rounding, saturate=saturate, nan=nan, pack=pack, seed=_seed_of(seed))
+
+
+@in_graph
+def _decode_in_graph(codes: Any, format: str, dtype: torch.dtype, size: int | None) -> Tensor:
+    return decode(BlockCodes(*codes) if isinstance(codes, tuple) else codes, format, dtype=dtype, size=size)
+
+
+def _name(format: str | AnyFormat) -> str:
+    """A format's text, which a graph can hold."""
+    return format if isinstance(format, str) else _text(format)
+
+
+def _text(format: AnyFormat) -> str:
+    return str(format)
+
+
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see dynamo.py
+
+
+def _seed_parts(seed: Seed | None) -> tuple:
+    """A seed as plain numbers and tensors, which a graph can hold."""
+    return (seed.seed, seed.step, seed.stream, seed.offset) if isinstance(seed, Noise) else (seed,)
+
+
+def _seed_of(parts: tuple) -> Seed | None:
+    return Noise(*parts) if len(parts) > 1 else parts[0]
 
 
 class _FakeQuantize(torch.autograd.Function):

@@ -5,6 +5,8 @@ es exponent bits, the fraction. The number is 2^(r * 2^es + exponent) * 1.fracti
 of their numbers, so the rank of a magnitude is its string cut to n - 1 bits, rounded as an integer would be.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,34 +16,50 @@ from lowp.tensor.carrier import Carrier
 from lowp.tensor.rounding import away_from_zero, cut
 
 
-def rank(magnitude: Tensor, negative: Tensor, fmt: PositFormat, carrier: Carrier, mode: Rounding) -> Tensor:
+@dataclass(frozen=True)
+class Shape:
+    """A posit format's constants on one carrier."""
+
+    carrier: Carrier
+    width: int
+    exponent_size: int
+    max_code: int
+    nan_code: int
+    largest_bits: int
+    smallest_bits: int
+
+    @staticmethod
+    def of(fmt: PositFormat, carrier: Carrier) -> "Shape":
+        largest, smallest = (carrier.power_of_two(sign * fmt.max_exponent) for sign in (1, -1))
+        return Shape(carrier, fmt.width, fmt.exponent_size, fmt.max_code, fmt.nan_code, largest, smallest)
+
+
+def rank(magnitude: Tensor, negative: Tensor, shape: Shape, mode: Rounding) -> Tensor:
     """The ranks of magnitudes (finite), for every mode but stochastic.
 
     Above the largest posit the result is that one. Between zero and the smallest, rounding to nearest never gives zero.
     """
-    fraction_bits, es = carrier.fraction_bits, fmt.exponent_size
-    largest = carrier.power_of_two(fmt._max_exponent)
-    smallest = carrier.power_of_two(-fmt._max_exponent)
-    inside = magnitude.clamp(smallest, largest - 1)
+    carrier, fraction_bits, es = shape.carrier, shape.carrier.fraction_bits, shape.exponent_size
+    inside = magnitude.clamp(shape.smallest_bits, shape.largest_bits - 1)
     exponent = (inside >> fraction_bits) - carrier.bias
     regime = exponent >> es
     # What follows the regime, as one integer: the low exponent bits and the fraction.
     tail = ((exponent & ((1 << es) - 1)) << fraction_bits) + (inside & ((1 << fraction_bits) - 1))
     run = torch.where(regime >= 0, regime + 2, 1 - regime)
-    room = fmt.width - 1 - run  # bits left for the tail
+    room = shape.width - 1 - run  # bits left for the tail
     opening = torch.ones_like(room) << room  # a one, after zeros
-    start = torch.where(regime >= 0, (1 << (fmt.width - 1)) - 2 * opening, opening)
+    start = torch.where(regime >= 0, (1 << (shape.width - 1)) - 2 * opening, opening)
     drop = es + fraction_bits - room
     result = start + cut(tail, drop, lambda: (start + (tail >> drop)) & 1, mode, negative, None, carrier.noise_bits)
-    result = torch.where(magnitude >= largest, torch.full_like(result, fmt.max_code), result)
+    result = torch.where(magnitude >= shape.largest_bits, torch.full_like(result, shape.max_code), result)
     grows = away_from_zero(mode, negative)
-    tiny = magnitude > 0
-    if not isinstance(grows, bool):
-        tiny = tiny & grows
-    under = tiny.to(result.dtype) if grows is not False else torch.zeros_like(result)
-    return torch.where(magnitude < smallest, under, result)
+    if grows is False:
+        under = torch.zeros_like(result)
+    else:
+        under = ((magnitude > 0) if grows is True else (magnitude > 0) & grows).to(result.dtype)
+    return torch.where(magnitude < shape.smallest_bits, under, result)
 
 
-def code_of_rank(rank: Tensor, negative: Tensor, fmt: PositFormat) -> Tensor:
+def code_of_rank(rank: Tensor, negative: Tensor, shape: Shape) -> Tensor:
     """Negative posits are the two's complement of positive ones."""
-    return ((rank ^ negative) - negative) & ((1 << fmt.width) - 1)
+    return ((rank ^ negative) - negative) & ((1 << shape.width) - 1)

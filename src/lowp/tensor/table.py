@@ -7,9 +7,11 @@ cell that holds at most one step, the cell names the entry at its start and the 
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,35 +37,37 @@ def bits_of_number(value: float, carrier: Carrier) -> int:
     return struct.unpack(integer, struct.pack(kind, value))[0]
 
 
-@dataclass(frozen=True)
-class Staircase:
-    """For one sign after the other: cells, and entries. All tensors are on one device.
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Numbers that a kernel looks up, before they are a tensor on some device."""
 
-    `cell_entry[i]` is the entry at the start of cell i, `cell_step[i]` the magnitude bits at which the next entry begins (or
-    the largest integer). Cells of negative numbers follow those of positive ones.
+    values: Sequence[float]
+    dtype: torch.dtype
+
+    def tensor(self, device: torch.device) -> Tensor:
+        return torch.tensor(self.values, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class Staircase:
+    """For one sign after the other: cells, and entries.
+
+    The tables are, in this order:
+    - cells: the entry at the start of each; the magnitude bits at which the next entry begins (or the largest integer).
+      Cells of negative numbers follow those of positive ones.
+    - entries: the carrier's bits of the value; its code; in float64 the magnitude and the next larger one; whether the rank is
+      even. The last three complete the modes that start toward zero.
     """
 
     shift: int
     cells: int
-    cell_entry: Tensor
-    cell_step: Tensor
-    entry_bits: Tensor  # the carrier's bits of each entry's value, sign included
-    entry_code: Tensor
-    entry_low: Tensor  # float64, magnitudes: the entry's own and the next one's, for the modes that start toward zero
-    entry_high: Tensor
-    entry_even: Tensor  # whether the entry's rank is even
+    tables: "tuple[Table, ...]"
 
-    def find(self, magnitude: Tensor, negative: Tensor) -> Tensor:
-        """The entry that each magnitude is rounded to."""
+    def find(self, magnitude: Tensor, negative: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
+        """The entry that each magnitude is rounded to (`tensors` are this staircase's tables, on the magnitudes' device)."""
+        cell_entry, cell_step = tensors[:2]
         cell = (magnitude >> self.shift) - negative * self.cells
-        return self.cell_entry[cell] + (magnitude >= self.cell_step[cell])
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.cell_entry, self.cell_step, self.entry_bits, self.entry_code, self.entry_low, self.entry_high, self.entry_even
-
-    def with_tensors(self, tensors: "tuple[Tensor, ...] | list[Tensor]") -> "Staircase":
-        return Staircase(self.shift, self.cells, *tensors)
+        return cell_entry[cell] + (magnitude >= cell_step[cell]).to(magnitude.dtype)
 
 
 def _steps(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, negative: bool) -> tuple[list[int], list[float]]:
@@ -80,7 +84,7 @@ def _steps(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, negati
     points = sorted({0, 1, bits_of_number(fmt.smallest, carrier), bits_of_number(fmt.max, carrier), carrier.infinity})
     steps: list[int] = []
     results = [result(0)]
-    stack = [(low, high, result(low), result(high)) for low, high in zip(points, points[1:], strict=False)][::-1]
+    stack = [(low, high, result(low), result(high)) for low, high in pairwise(points)][::-1]
     while stack:
         low, high, at_low, at_high = stack.pop()
         if same(at_low, at_high):
@@ -96,8 +100,8 @@ def _steps(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, negati
     return steps, results
 
 
-@lru_cache(maxsize=256)
-def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, device: torch.device) -> Staircase:
+@lru_cache(maxsize=4096)
+def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool) -> Staircase:
     """The staircase of a format under one mode; for stochastic and to odd, which `goes_up` completes, the one toward zero."""
     walk = Rounding.TOWARD_ZERO if mode in (Rounding.STOCHASTIC, Rounding.TO_ODD) else mode
     sides = [_steps(fmt, carrier, walk, saturate, negative) for negative in (False, True)]
@@ -120,18 +124,16 @@ def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, dev
             entry += cell in at_cell
         results += values
     low, high = zip(*(_gap(value, fmt, saturate) for value in results), strict=True)
-    make = torch.tensor
-    return Staircase(
-        shift=shift,
-        cells=cells,
-        cell_entry=make(entry_of_cell, dtype=carrier.compute, device=device),
-        cell_step=make(step_of_cell, dtype=carrier.compute, device=device),
-        entry_bits=make([bits_of_number(value, carrier) for value in results], dtype=carrier.compute, device=device),
-        entry_code=make([_code(value, fmt) for value in results], dtype=carrier.compute, device=device),
-        entry_low=make(low, dtype=torch.float64, device=device),
-        entry_high=make(high, dtype=torch.float64, device=device),
-        entry_even=make([_is_even(value, fmt) for value in results], dtype=torch.bool, device=device),
+    tables = (
+        Table(entry_of_cell, carrier.compute),
+        Table(step_of_cell, carrier.compute),
+        Table([bits_of_number(value, carrier) for value in results], carrier.compute),
+        Table([_code(value, fmt) for value in results], carrier.compute),
+        Table(low, torch.float64),
+        Table(high, torch.float64),
+        Table([_is_even(value, fmt) for value in results], torch.bool),
     )
+    return Staircase(shift, cells, tables)
 
 
 def _code(value: float, fmt: Format) -> int:

@@ -1,0 +1,55 @@
+"""The command line. One short file per command; what they share is in `figures`, `output` and `errors`."""
+
+from typing import Annotated
+
+import typer
+
+from lowp.cli import demo, formats, quantize
+from lowp.cli.errors import OneLineErrors
+from lowp.cli.output import examples, survive_narrow_encodings
+
+EXAMPLES = examples(
+    ("lowp formats", "every format, its range and its precision"),
+    ("lowp formats e4m3fn", "one format in full"),
+    ("lowp quantize e4m3fn 0.3 -500", "what numbers become"),
+    ("lowp demo", "a tour of one minute"),
+)
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a bug shows Python's own traceback; a user's mistake shows one line
+    rich_markup_mode="rich",
+    epilog=EXAMPLES,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import torch
+
+        import lowp
+
+        typer.echo(f"lowp {lowp.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions of lowp and torch.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from, for a bug report.")] = False,
+) -> None:
+    """Train neural networks in low precision: number formats, tried and measured.
+
+    Exit codes: 0, done; 1, the reader of the output went away; 2, a mistake in the command or in a file.
+    """
+    survive_narrow_encodings()
+
+
+app.command("formats", epilog=formats.EXAMPLES)(formats.show_formats)
+# Negative numbers look like options: those that no option claims are passed on as numbers.
+app.command("quantize", epilog=quantize.EXAMPLES, context_settings={"ignore_unknown_options": True})(quantize.try_formats)
+app.command("demo")(demo.run_demo)

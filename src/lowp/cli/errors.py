@@ -1,0 +1,32 @@
+"""A user's mistake is one line on stderr and exit code 2, never a traceback."""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+USER_ERRORS = (ValueError, TypeError, OSError)  # what the library raises when it is asked for something impossible
+
+
+def one_line(error: Exception) -> str:
+    """The message, on one line; for the system's errors the file first, as other Unix tools have it."""
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())
+
+
+class OneLineErrors(TyperGroup):
+    """The group of all commands. `lowp --traceback ...` lets the exception through."""
+
+    def invoke(self, ctx: Any) -> Any:  # typer keeps its own kind of context to itself
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # `lowp formats | head` is no mistake; typer ends quietly
+        except USER_ERRORS as error:
+            if ctx.params.get("traceback"):
+                raise
+            typer.echo(f"lowp: {one_line(error)}", err=True)
+            raise typer.Exit(2) from None

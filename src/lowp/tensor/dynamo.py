@@ -1,0 +1,29 @@
+"""How Dynamo meets our operations: as single calls in its graph, which AOTAutograd then traces through.
+
+Dynamo would have to interpret all the Python that turns formats into constants. `torch.compiler.allow_in_graph` tells it not
+to look inside; what the compiler behind it sees is still every torch operation, so everything fuses. But that call imports
+Dynamo, which costs a second that `import lowp` must not. So it is made when Dynamo first gets here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_in_graph: list[Callable[..., Any]] = []
+
+
+def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function of tensors and plain constants as one call in Dynamo's graph (after `teach_dynamo`)."""
+    _in_graph.append(function)
+    return function
+
+
+def teach_dynamo() -> bool:
+    """Called while Dynamo traces: it runs functions with the mark below for real, where others are interpreted."""
+    for function in _in_graph:
+        torch.compiler.allow_in_graph(function)
+    return True
+
+
+teach_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what assume_constant_result sets
