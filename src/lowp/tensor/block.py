@@ -135,8 +135,8 @@ def _exponent(power_of_two: float) -> int:
 def _unit(scales: Tensor, tensor_scale: Tensor | None, count: int, fmt: BlockFormat) -> Tensor:
     """What each of the `count` elements of a row counts in.
 
-    Looked up by block number: written as a view (expand, flatten, crop), inductor's loop splitting on CPU (torch 2.13) loses the
-    last block of rows whose length is no multiple of the block's.
+    Looked up by block number: written as a view (expand, flatten, crop), inductor's loop splitting on CPU (torch 2.13) loses
+    the last block of rows whose length is no multiple of the block's.
     """
     unit = scales[..., torch.arange(count, device=scales.device) // fmt.size]
     return unit if tensor_scale is None else unit * _to_float64(tensor_scale)

@@ -19,7 +19,7 @@ from lowp.formats.posit import PositFormat
 from lowp.tensor import grid, posit
 from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier_for, is_grid
 from lowp.tensor.noise import draw
-from lowp.tensor.table import Table, bits_of_number, goes_up, staircase, to_float64
+from lowp.tensor.table import Table, bits_of_number, goes_up, number_of_bits, staircase, to_float64
 
 Tables = tuple[Tensor, ...]
 
@@ -57,17 +57,25 @@ def convert(bits: Tensor, source: Carrier, target: Carrier) -> Tensor:
 @lru_cache(maxsize=256)
 def _code_table(fmt: Format, dtype: torch.dtype) -> Table:
     """The stored bits, in `dtype`, of the value of every code."""
-    if dtype in FORMAT_OF_DTYPE:
-        codes = [reference.encode(value, FORMAT_OF_DTYPE[dtype]) for value in fmt.table]  # a dtype's bits are its codes
-        width = CARRIERS[dtype].storage.itemsize * 8
-        return Table([code - (code >> (width - 1) << width) for code in codes], CARRIERS[dtype].storage)
-    return Table([bits_of_number(value, CARRIERS[dtype]) for value in fmt.table], CARRIERS[dtype].storage)
+    carrier = CARRIERS[dtype]
+    return Table([_stored_bits(value, carrier) for value in fmt.table], carrier.storage)
+
+
+def _stored_bits(value: float, carrier: Carrier) -> int:
+    """A number's bits in a carrier, as a signed integer, rounded to nearest if need be: a dtype's bits are its codes."""
+    if carrier.dtype == torch.float64 or (carrier.dtype == torch.float32 and 2.0**-100 < abs(value) < 2.0**100):
+        bits = bits_of_number(value, carrier)
+        if number_of_bits(bits & carrier.magnitude, carrier) == abs(value):
+            return bits
+    width = carrier.storage.itemsize * 8
+    code = reference.encode(value, FORMAT_OF_DTYPE[carrier.dtype])
+    return code - (code >> (width - 1) << width)
 
 
 @lru_cache(maxsize=256)
 def _posit_gaps(fmt: PositFormat) -> Table:
-    """The posits from zero up, in float64, and one more: infinite, as the largest has nothing above it to go to."""
-    return Table([fmt.value(code) for code in range(fmt.max_code)] + [math.inf] * 2, torch.float64)
+    """The posits from zero up, in float64, and infinity, which no share of the gap above the largest reaches."""
+    return Table([*(fmt.value(code) for code in range(fmt.max_code + 1)), math.inf], torch.float64)
 
 
 @dataclass(frozen=True)

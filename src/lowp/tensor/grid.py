@@ -134,27 +134,32 @@ def _significand(magnitude: Tensor, field: Tensor, carrier: Carrier) -> Tensor:
 def quantize(bits: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     """The bits of the nearest (or as the mode says) numbers of the grid.
 
-    1. Cut off as many bits as the magnitude's binade demands.
-    2. Under the smallest value there is nothing left to cut: the result is zero or that value.
+    1. Cut off as many bits as the magnitude's binade demands; what is under the smallest value is taken for that.
+    2. Unless it rounds to zero.
     3. Beyond the largest value, overflow; infinities as the format has them.
     4. Put the sign back; NaN passes as it is.
     """
     c, mode = g.carrier, g.mode
-    magnitude, negative = _magnitude(bits, c), _sign_of(bits)
-    field = magnitude >> c.fraction_bits
-    if g.shares_lowest_binade:
-        drop: Tensor | int = g.dropped
-    else:
-        drop = (g.dropped + g.lowest_field - field).clamp(g.dropped, c.fraction_bits)
-    kept = cut(magnitude, drop, lambda: _is_odd(magnitude, drop, g), mode, negative, noise, c.noise_bits)
-    result = kept << drop
+    magnitude, negative = bits & c.magnitude, _sign_of(bits)
+    # NaN counts as infinity here: what is added cannot overflow then, with which compilers take liberties.
+    above = magnitude.clamp(0 if g.shares_lowest_binade else g.smallest_bits, c.infinity)
+    drop = _bits_to_drop(above, g)
+    result = cut(above, drop, lambda: _is_odd(above, drop, g), mode, negative, noise, c.noise_bits) << drop
     if not g.shares_lowest_binade:
-        result = torch.where(magnitude < g.smallest_bits, _zero_or_smallest(magnitude, field, negative, g, noise), result)
+        result = torch.where(_becomes_zero(magnitude, negative, g, noise), torch.zeros_like(result), result)
     result = _overflow(result, magnitude, negative, g.max_bits, g.overflow_bits, g.infinity_bits, g)
     sign = bits & c.sign
     if not g.has_negative_zero:
         sign = torch.where(result == 0, torch.zeros_like(sign), sign)
-    return torch.where((bits & c.magnitude) > c.infinity, bits, result | sign)
+    return torch.where(magnitude > c.infinity, bits, result | sign)
+
+
+def _bits_to_drop(magnitude: Tensor, g: Grid) -> Tensor | int:
+    """How many bits lie below the grid's spacing, for magnitudes from the smallest value up: at most all fraction bits."""
+    if g.shares_lowest_binade or g.mantissa_bits == 0:
+        return g.dropped
+    field = magnitude >> g.carrier.fraction_bits
+    return (g.dropped + g.lowest_field - field).clamp(min=g.dropped)
 
 
 def _is_odd(magnitude: Tensor, drop: Tensor | int, g: Grid) -> Tensor:
@@ -168,23 +173,24 @@ def _is_odd(magnitude: Tensor, drop: Tensor | int, g: Grid) -> Tensor:
     return (magnitude >> drop) & 1
 
 
-def _zero_or_smallest(magnitude: Tensor, field: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
+def _becomes_zero(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
+    """Below the smallest value: which magnitudes go down to zero instead of up to it."""
     c, mode = g.carrier, g.mode
-    smallest, zero = _full(magnitude, g.smallest_bits), torch.zeros_like(magnitude)
     if mode is Rounding.STOCHASTIC:
         assert noise is not None
         # The share of the gap that is covered, as an integer of as many bits as the noise has.
-        field = field.clamp(min=1)
+        field = (magnitude >> c.fraction_bits).clamp(min=1)
         up_to_one = c.noise_bits - c.fraction_bits - 1
         shift = field - (g.smallest_bits >> c.fraction_bits) + up_to_one + 1
         covered = _significand(magnitude, field, c) << shift.clamp(0, up_to_one) >> (-shift).clamp(0, c.noise_bits)
-        return torch.where(noise > ((1 << c.noise_bits) - 1) - covered, smallest, zero)
+        return (magnitude < g.smallest_bits) & (noise <= ((1 << c.noise_bits) - 1) - covered)
     first = first_above_zero(g.half_smallest_bits, mode)
     if first is None:
-        return zero
-    up = magnitude >= first
+        return magnitude < g.smallest_bits
     outward = away_from_zero(mode, negative)
-    return torch.where(up if isinstance(outward, bool) else up & outward, smallest, zero)
+    if isinstance(outward, bool):
+        return magnitude < first
+    return magnitude < torch.where(outward, _full(magnitude, first), _full(magnitude, g.smallest_bits))
 
 
 def _overflow(result: Tensor, magnitude: Tensor, negative: Tensor, largest: int, over: int, infinite: int, g: Grid) -> Tensor:
@@ -288,10 +294,10 @@ def decode(code: Tensor, g: Grid) -> Tensor:
     if g.nan_is_minus_zero:
         is_nan = (code & ((1 << g.bits) - 1)) == g.nan_code
         return torch.where(is_nan, _full(bits, carrier.nan), bits)
-    special = _full(bits, carrier.nan) | sign
-    if g.inf_code >= 0:
-        special = torch.where(rank == g.inf_code, _full(bits, carrier.infinity) | sign, special)
-    return torch.where(rank > g.max_code, special, bits)
+    if g.inf_code < 0:
+        return torch.where(rank == g.nan_code, _full(bits, carrier.nan) | sign, bits)
+    # The format's largest exponent is the carrier's: infinity, or NaN with its mantissa.
+    return torch.where(rank > g.max_code, (rank << g.dropped) | carrier.infinity | sign, bits)
 
 
 def _bits_of_rank(rank: Tensor, g: Grid) -> Tensor:

@@ -26,6 +26,7 @@ from lowp.tensor.core import Decode, Encode, Operation, code_storage, tables_on
 from lowp.tensor.noise import KEY_SIZE, Noise, blocks, key_tensor
 
 SMALL = 1 << 16  # elements; also the length of a row on CUDA
+IN_CACHE = 1 << 19  # elements
 CALLS_BEFORE_BUILD = 32
 MAX_ELEMENTS = 1 << 30  # a call: 32-bit indices stay valid in the kernels
 POLICIES = ("auto", "always", "never")
@@ -60,14 +61,27 @@ def kernel_info() -> dict[str, Any]:
     return {"policy": _state.policy, "built": built, "seconds": list(_state.build_seconds)}
 
 
-def run(operation: Operation, stored: Tensor, noise: Noise | None, out: Tensor) -> None:
-    """Apply an operation to flat, contiguous integer tensors of the same length (`out` may be the input itself)."""
+def run(
+    operation: Operation,
+    stored: Tensor,
+    noise: Noise | None,
+    out: Tensor,
+    check: Callable[[int, int], None] | None = None,
+) -> None:
+    """Apply an operation to flat, contiguous integer tensors of the same length (`out` may be the input itself).
+
+    `check(start, stop)` is called on each piece before it is worked on, and may raise. On a CPU pieces are then small enough to
+    stay in the cache between the two: looking at everything first would read it twice.
+    """
     count = stored.numel()
     if count == 0:
         return
     kernel = _kernel(operation, stored.device, count)
     tables = tables_on(operation, stored.device)
-    for start, stop in _pieces(count, stored.device, noise, MAX_ELEMENTS if kernel is not None else SMALL):
+    most = SMALL if kernel is None else (IN_CACHE if check is not None and stored.device.type == "cpu" else MAX_ELEMENTS)
+    for start, stop in _pieces(count, stored.device, noise, most):
+        if check is not None:
+            check(start, stop)
         whole = stop - start == count
         source, target = (stored, out) if whole else (stored[start:stop], out[start:stop])
         key = None if noise is None else key_tensor(noise, start, stored.device)
@@ -194,7 +208,10 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
         arguments += [fake(example(target_dtype), True)]
         with mode:
             graph = make_fx(kernel, decomposition_table=select_decomp_table())(*arguments)
-        # Indices into our tables are right by construction; everything else about the user's settings stays.
+        # Indices into our tables are right by construction. Without inductor's own vectors the C++ compiler finds the gather
+        # instructions, which is faster. Everything else about the user's settings stays.
         settings = {"assert_indirect_indexing": False, "cpp_wrapper": False, "triton.cudagraphs": False, "freezing": False}
+        if tables:
+            settings["cpp.simdlen"] = 1
         with tracing(TracingContext(mode)), config.patch(settings):
             return compile_fx_inner(graph, arguments)

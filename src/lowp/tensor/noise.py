@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 _INDICES = 1 << 32  # elements that one key serves
-KEY_SIZE = 6  # words in a key tensor
+_DRAW_ROUNDS = 6
+KEY_SIZE = _DRAW_ROUNDS + 2  # words in a key tensor
 _MULTIPLIERS = (0x7A35, 0x6E2B)
 _ROUNDS = (0x9E37, 0x79B9, 0x7F4A, 0x7C15, 0xF39C, 0xC060, 0x5CED)  # digits of the golden ratio, against symmetry
 
@@ -60,11 +61,12 @@ def key_words(noise: Noise, block: int = 0) -> list[Word]:
 
 
 def key_tensor(noise: Noise, first: int, device: torch.device) -> Tensor:
-    """The key for the elements from index `first` on (all of one block), and the two words of `first`."""
+    """The keys of the rounds for elements from index `first` on (all of one block), and the two words of `first`."""
     block, low = divmod(noise.offset + first, _INDICES)
     if any(isinstance(part, torch.SymInt) for part in (noise.seed, noise.step)):  # a compiled function's changing integers
         noise = Noise(_as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream, noise.offset)
-    words = [*key_words(noise, block), low & 0xFFFF, low >> 16]
+    key = key_words(noise, block)
+    words = [*(key[i % 4] ^ constant for i, constant in enumerate(_ROUNDS[:_DRAW_ROUNDS])), low & 0xFFFF, low >> 16]
     if isinstance(noise.seed, Tensor) or isinstance(noise.step, Tensor):
         return torch.stack([_as_int64(word, device) for word in words]).to(torch.int32)
     return torch.tensor(words, dtype=torch.int32, device=device)
@@ -87,9 +89,9 @@ def blocks(noise: Noise, count: int) -> "list[tuple[int, int]]":
 
 def _philox2(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Six rounds of two-word Philox: a permutation of the 32 bits for every key."""
-    for number in range(6):
+    for number in range(_DRAW_ROUNDS):
         product = low * _MULTIPLIERS[number % 2]
-        low, high = (product >> 16) ^ high ^ (key[number % 4] ^ _ROUNDS[number]), product & 0xFFFF
+        low, high = (product >> 16) ^ high ^ key[number], product & 0xFFFF
     return low, high
 
 
@@ -99,8 +101,8 @@ def draw(key: Tensor, like: Tensor, bits: int) -> Tensor:
     The first 30 bits are the same for both widths, so that a number rounds the same in float32 and in float64.
     """
     index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape)
-    low = (index & 0xFFFF) + key[4]
-    high = ((index >> 16) + key[5] + (low >> 16)) & 0xFFFF
+    low = (index & 0xFFFF) + key[_DRAW_ROUNDS]
+    high = ((index >> 16) + key[_DRAW_ROUNDS + 1] + (low >> 16)) & 0xFFFF
     low, high = _philox2(low & 0xFFFF, high, key)
     first = (high << 14) + (low >> 2)
     if bits == 30:

@@ -83,7 +83,7 @@ def encode(
     Args:
         x, format, rounding, saturate, seed: as for `quantize`.
         nan: what NaN becomes in a format that has none: "raise" an error (which has to look at the data, so on CUDA it waits
-            for it), "zero", or "saturate" (the largest value of its sign).
+            for it; `out` may be written in part), "zero", or "saturate" (the largest value of its sign).
         out: a tensor of the codes' dtype and shape to write to (not for block formats).
     """
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
@@ -92,8 +92,10 @@ def encode(
     fmt, noise = _check(x, format, rounding, seed, "encode")
     if nan not in ("raise", "zero", "saturate"):
         raise ValueError(f"unknown nan={nan!r}; it is 'raise', 'zero' or 'saturate'")
-    if nan == "raise" and not fmt.has_nan:
+    strict = nan == "raise" and not fmt.has_nan
+    if strict and (isinstance(fmt, BlockFormat) or _someone_else_in_charge(x)):
         _refuse_nan(x, fmt)
+        strict = False
     if isinstance(fmt, BlockFormat):
         if out is not None:
             raise ValueError(f"{fmt} encodes to several tensors: out= is not for block formats")
@@ -103,7 +105,7 @@ def encode(
     if out is not None:
         _check_out(out, x.shape, x.device, (code_dtype(fmt),))
     operation = encode_operation(fmt, x.dtype, rounding, saturate, "zero" if nan == "raise" else nan)
-    return _apply(operation, x, noise, code_dtype(fmt), out)
+    return _apply(operation, x, noise, code_dtype(fmt), out, strict)
 
 
 def decode(
@@ -204,7 +206,9 @@ def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return CARRIERS[dtype].storage if dtype in CARRIERS else (torch.int8 if dtype == torch.uint8 else dtype)
 
 
-def _apply(operation: Operation, x: Tensor, noise: Noise | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _apply(
+    operation: Operation, x: Tensor, noise: Noise | None, dtype: torch.dtype, out: Tensor | None, strict: bool = False
+) -> Tensor:
     if _someone_else_in_charge(x):
         return _write(out, apply_inline(operation, x.detach().view(_stored_dtype(x.dtype)), noise).view(dtype))
     x = x.detach()
@@ -214,7 +218,9 @@ def _apply(operation: Operation, x: Tensor, noise: Noise | None, dtype: torch.dt
     if result.stride() != x.stride():
         x = x.contiguous()  # neither dense nor permuted: gather it first
         result = torch.empty_like(x, dtype=dtype)
-    kernels.run(operation, _memory(x), noise, _memory(result))
+    stored = _memory(x)
+    check = (lambda start, stop: _refuse_nan(stored[start:stop].view(x.dtype), operation.fmt)) if strict else None
+    kernels.run(operation, stored, noise, _memory(result), check)
     if out is None:
         return result
     if result is not out:

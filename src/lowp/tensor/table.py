@@ -123,15 +123,17 @@ def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool) -> 
             step_of_cell.append(at_cell.get(cell, never))
             entry += cell in at_cell
         results += values
-    low, high = zip(*(_gap(value, fmt, saturate) for value in results), strict=True)
+    negative = [side == 1 for side, (_, values) in enumerate(sides) for _ in values]
+    gaps = [_gap(value, fmt, below, saturate) for value, below in zip(results, negative, strict=True)]
+    even = [_is_even(value, fmt, below) for value, below in zip(results, negative, strict=True)]
     tables = (
         Table(entry_of_cell, carrier.compute),
         Table(step_of_cell, carrier.compute),
         Table([bits_of_number(value, carrier) for value in results], carrier.compute),
         Table([_code(value, fmt) for value in results], carrier.compute),
-        Table(low, torch.float64),
-        Table(high, torch.float64),
-        Table([_is_even(value, fmt) for value in results], torch.bool),
+        Table([low for low, _ in gaps], torch.float64),
+        Table([high for _, high in gaps], torch.float64),
+        Table(even, torch.bool),
     )
     return Staircase(shift, cells, tables)
 
@@ -140,15 +142,14 @@ def _code(value: float, fmt: Format) -> int:
     return reference.encode(value, fmt, nan="zero")
 
 
-def _is_even(value: float, fmt: Format) -> bool:
-    return math.isfinite(value) and reference.encode_magnitude(abs(Fraction(value)), fmt, math.copysign(1, value) < 0) % 2 == 0
+def _is_even(value: float, fmt: Format, negative: bool) -> bool:
+    return math.isfinite(value) and reference.encode_magnitude(abs(Fraction(value)), fmt, negative) % 2 == 0
 
 
-def _gap(value: float, fmt: Format, saturate: bool) -> tuple[float, float]:
+def _gap(value: float, fmt: Format, negative: bool, saturate: bool) -> tuple[float, float]:
     """An entry's magnitude and the next larger one; infinite where there is nowhere to go, which nothing is above."""
     if not math.isfinite(value):
         return math.inf, math.inf
-    negative = math.copysign(1, value) < 0
     near = reference.neighbours(abs(Fraction(value)), fmt, negative)
     ends = near.high == near.low or (saturate and value == (fmt.min if negative else fmt.max))
     return (math.inf, math.inf) if ends else (float(near.low), float(near.high))

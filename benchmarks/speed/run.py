@@ -1,0 +1,136 @@
+"""The command line of benchmarks/numbers.py: which sections to run, in which order, and what becomes a row."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from benchmarks.speed.candidates import formats, lowp_candidates
+from benchmarks.speed.conv_net import conv_net_costs
+from benchmarks.speed.first_calls import builds_for_new_sizes, cold_and_warm
+from benchmarks.speed.measure import Candidate, Stage
+from benchmarks.speed.peers import peer_candidates
+from benchmarks.speed.prebuild import prebuild
+from benchmarks.speed.report import Report, Row
+from benchmarks.speed.small_tensors import FORMAT as SMALL_FORMAT
+from benchmarks.speed.small_tensors import small_costs
+from rich.console import Console
+
+RESULTS = Path(__file__).parents[1] / "results"
+SECTIONS = ("numbers", "first", "small", "net")
+CUDA_SIZES = (1 << 24, 1 << 28)
+SMALL_BAR = 20.0
+CONV_NET_BAR = 1.03
+
+
+def main() -> None:
+    options = _parse()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    device = options.device
+    if device == "cpu":
+        torch.set_num_threads(options.threads)
+    report = Report(device, torch.get_num_threads())
+    began = time.perf_counter()
+
+    def tell(what: str) -> None:
+        console.print(f"[dim]{time.perf_counter() - began:6.1f} s  {what}[/]")
+
+    if "first" in options.sections:
+        tell("first calls, in processes of their own")
+        report.first_calls = cold_and_warm(device)
+        builds = builds_for_new_sizes(device)
+        report.rows.append(
+            Row("New sizes", "lowp", "e4m3fn", "kernels built for 120 new sizes", builds, 0, less_is_better=True)
+        )
+    if options.prebuild and {"numbers", "net"} & set(options.sections):
+        tell(f"building kernels in {options.prebuild} processes")
+        conv_net = device == "cuda" and "net" in options.sections
+        for error in prebuild(device, options.prebuild, options.quick, options.only, conv_net):
+            report.notes.append(f"building ahead failed, so kernels are built as they are met: {error}")
+    if "numbers" in options.sections:
+        for size in options.size or (CUDA_SIZES if device == "cuda" else (1 << 24,)):
+            numbers(report, Stage(torch.device(device), size, options.rounds), options, tell)
+    if "small" in options.sections:
+        tell("small tensors")
+        for row in small_costs(device, options.rounds):
+            report.rows.append(_small_row(row))
+    if "net" in options.sections and device == "cuda":
+        tell("conv net")
+        report.rows += [_conv_net_row(name, value) for name, value in conv_net_costs(min(3, options.rounds)).items()]
+    tell("done")
+    report.show(console)
+    for path in report.write(options.out):
+        console.print(f"written: {path}")
+
+
+def numbers(report: Report, stage: Stage, options: argparse.Namespace, tell) -> None:
+    """Time every candidate on one size. A candidate that fails is recorded, and does not stop the others."""
+
+    def time_one(candidate: Candidate) -> None:
+        try:
+            timing = stage.time(candidate)
+        except Exception as error:
+            if candidate.library == "lowp":
+                raise
+            report.missing[candidate.name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return
+        report.rows.append(
+            Row(
+                f"Speed as a ratio to copy_, {stage.size:,} float32 on {stage.device}",
+                candidate.library,
+                candidate.format,
+                candidate.operation,
+                timing.ratio,
+                candidate.bar,
+                elements=timing.elements,
+                elements_per_second=timing.elements_per_second,
+                rounds=tuple(timing.ratios),
+            )
+        )
+
+    # Twice the same: how far from 1 this is, is what a ratio here can be trusted to
+    time_one(Candidate("torch", "copy_ itself", "quantize", stage.copy))
+    for fmt in formats(stage.device, options.quick, options.only):
+        tell(f"{stage.size:,}  {fmt}")
+        for candidate in lowp_candidates(fmt, stage):
+            time_one(candidate)
+    if options.peers:
+        tell(f"{stage.size:,}  peers")
+        for candidate in peer_candidates(stage, report.missing):
+            time_one(candidate)
+    if stage.disturbed:
+        report.notes.append(f"the machine was busy with something else during {stage.disturbed} measurements")
+
+
+def _small_row(row: dict) -> Row:
+    section = "Small tensors: time of a call over that of torch.add"
+    speed = row["size"] / row["seconds"]
+    return Row(section, "lowp", SMALL_FORMAT, row["operation"], row["cost"], SMALL_BAR, True, row["size"], speed)
+
+
+def _conv_net_row(name: str, value: float) -> Row:
+    bar = CONV_NET_BAR if name == "compiled: with / without" else None
+    section = "ResNet-18 on 512 images of 32 x 32, bf16, forward and backward, a quantizer after each activation"
+    return Row(section, "lowp", "e4m3fn / e5m2", name, value, bar, less_is_better=True)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks/numbers.py", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--size", type=int, action="append", help="elements; can be given twice (default 2^24; CUDA also 2^28)")
+    parser.add_argument("--quick", action="store_true", help="a few formats and rounds")
+    parser.add_argument("--only", metavar="REGEX", help="formats whose name matches")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--rounds", type=int, help="of interleaved measurements (default 11, or 5 with --quick)")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="on the CPU (default 2)")
+    parser.add_argument("--prebuild", type=int, help="processes that build kernels ahead; 0 for none")
+    parser.add_argument("--no-peers", dest="peers", action="store_false")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.rounds is None:
+        options.rounds = 5 if options.quick else 11
+    if options.prebuild is None:
+        options.prebuild = min(12, os.cpu_count() or 1) if options.device == "cuda" else 0
+    return options

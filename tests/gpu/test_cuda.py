@@ -1,0 +1,144 @@
+"""The same bits on a GPU as on the CPU: plain operations, kernels of both shapes, inlined in compiled functions. Run there by hand:
+
+PYTHONPATH=src python -m pytest tests/gpu -m gpu
+"""
+
+import pytest
+import torch
+
+import lowp
+from lowp.formats import FORMATS, BlockFormat, Rounding, format
+from lowp.tensor.carrier import CARRIERS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+NUMBERS = [fmt for fmt in FORMATS if not isinstance(fmt, BlockFormat)]
+BLOCKS = [fmt for fmt in FORMATS if isinstance(fmt, BlockFormat)]
+UNUSUAL = [format(text) for text in ("e4m3b20", "e8m2fn", "e5m0", "e3m3_ns", "e5m2_u_ns", "posit7_5", "e8m20", "e5m23")]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+ROW = 1 << 16
+
+
+def numbers(count, dtype):
+    """Random bit patterns, NaNs, infinities and subnormals among them."""
+    width = dtype.itemsize * 8
+    generator = torch.Generator().manual_seed(count)
+    words = torch.randint(-(1 << 15), 1 << 15, (count, width // 16), generator=generator).to(torch.int16)
+    return words.view(dtype).reshape(count)
+
+
+def bits(tensor):
+    tensor = tensor.cpu()
+    if tensor.dtype in CARRIERS:
+        nan = tensor.isnan()
+        tensor = tensor.view(CARRIERS[tensor.dtype].storage).masked_fill(nan, 12345)
+    return tensor
+
+
+def assert_same(on_gpu, on_cpu):
+    assert torch.equal(bits(on_gpu), bits(on_cpu))
+
+
+def arguments(mode):
+    return {"rounding": mode.value, "seed": lowp.Noise(3, 1, 4, 159) if mode is Rounding.STOCHASTIC else None}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", NUMBERS + UNUSUAL, ids=str)
+def test_plain_operations(fmt, dtype):
+    x = numbers(5003, dtype)
+    for mode in Rounding:
+        for saturate in (False, True) if mode in (Rounding.NEAREST, Rounding.STOCHASTIC) else (False,):
+            extra = arguments(mode) | {"saturate": saturate}
+            assert_same(lowp.quantize(x.cuda(), fmt, **extra), lowp.quantize(x, fmt, **extra))
+            codes = lowp.encode(x, fmt, nan="saturate", **extra)
+            assert_same(lowp.encode(x.cuda(), fmt, nan="saturate", **extra), codes)
+        assert_same(lowp.decode(codes.cuda(), fmt, dtype=dtype), lowp.decode(codes, fmt, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", BLOCKS, ids=str)
+def test_blocks(fmt, dtype):
+    x = numbers(97 * 53, dtype).reshape(53, 97)
+    x = torch.where(x.isnan(), torch.ones_like(x), x)
+    assert_same(lowp.quantize(x.cuda(), fmt), lowp.quantize(x, fmt))
+    on_gpu, on_cpu = lowp.encode(x.cuda(), fmt), lowp.encode(x, fmt)
+    for a, b in zip(on_gpu, on_cpu, strict=True):
+        assert a is b is None or torch.equal(a.cpu(), b)
+    assert_same(lowp.decode(on_gpu, fmt, dtype=dtype), lowp.decode(on_cpu, fmt, dtype=dtype))
+
+
+KERNELS = ["e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "e7m0", "bf16", "int8", "posit8", "dynamic8", "e8m0fnu"]
+
+
+@pytest.mark.parametrize("mode", [Rounding.NEAREST, Rounding.STOCHASTIC], ids=str)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(name, mode):
+    """Whole rows, a rest, both, and memory that starts between aligned addresses."""
+    whole = numbers(3 * ROW + 1001, torch.float32)
+    on_gpu = whole.cuda()
+    extra = arguments(mode)
+    for start, stop in ((0, 3 * ROW), (0, 3 * ROW + 1001), (0, 17), (1, 2 * ROW + 1), (3, ROW + 10)):
+        x, y = whole[start:stop], on_gpu[start:stop]
+        want, codes = lowp.quantize(x, name, **extra), lowp.encode(x, name, nan="zero", **extra)
+        lowp.set_kernel_policy("always")
+        assert_same(lowp.quantize(y, name, **extra), want)
+        assert_same(lowp.encode(y, name, nan="zero", **extra), codes)
+        if mode is Rounding.NEAREST:
+            assert_same(lowp.decode(codes.cuda(), name), lowp.decode(codes, name))
+        lowp.set_kernel_policy("never")
+    assert_same(on_gpu, whole)
+
+
+def test_kernels_work_in_place_and_on_strides():
+    lowp.set_kernel_policy("always")
+    x = numbers(4 * 6 * 128 * 130, torch.float32).reshape(4, 6, 128, 130)
+    want = lowp.quantize(x, "e5m2")
+    channels_last = x.cuda().to(memory_format=torch.channels_last)
+    assert_same(lowp.quantize(channels_last, "e5m2"), want)
+    assert_same(lowp.quantize(x.cuda()[:, ::2], "e5m2"), want[:, ::2])
+    y = x.cuda()
+    assert lowp.quantize(y, "e5m2", out=y) is y
+    assert_same(y, want)
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "posit8", "dynamic8", "mxfp4", "nvfp4", "int8"])
+def test_inlined_in_compiled_functions(name):
+    def function(x):
+        y = lowp.quantize(x * 2, name) + 1
+        codes = lowp.encode(y, name, nan="zero")
+        return y, lowp.decode(codes, name)
+
+    x = torch.randn(37, 130, generator=torch.Generator().manual_seed(0)).cuda()
+    for got, want in zip(torch.compile(function, fullgraph=True)(x), function(x), strict=True):
+        assert_same(got, want)
+
+
+def test_stochastic_inlined():
+    def function(x, seed):
+        return lowp.quantize(x, "e4m3fn", "stochastic", seed=lowp.Noise(seed, step=2))
+
+    x = torch.randn(37, 131, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(function, fullgraph=True)
+    for seed in (1, 2, 3):
+        want = function(x, seed)
+        assert_same(compiled(x.cuda(), seed), want)
+        assert_same(function(x.cuda(), torch.tensor(seed)), want)
+        assert_same(compiled(x.cuda(), torch.tensor(seed, device="cuda")), want)
+
+
+def test_nan_is_refused():
+    with pytest.raises(ValueError, match="has none"):
+        lowp.encode(torch.tensor([1.0, float("nan")], device="cuda"), "int8")
+
+
+def test_tf32_and_fast_math_change_nothing():
+    x = numbers(ROW, torch.float32)
+    want = lowp.quantize(x, "e4m3fn")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        with torch._inductor.config.patch(use_fast_math=True):
+            compiled = torch.compile(lambda x: lowp.quantize(x, "e4m3fn"), fullgraph=True)
+            assert_same(compiled(x.cuda()), want)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
