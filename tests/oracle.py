@@ -1,7 +1,7 @@
 """A vectorised oracle for the exhaustive tests, built from the reference's list of values.
 
-Rounding is a staircase. `round_all` looks up the neighbours of every input in the format's values (exact in float64) and applies
-the mode; `test_reference.py` proves it equal to the scalar reference at every step of the staircase and beside it.
+Rounding is a staircase. `round_all` looks up the neighbours of every input in the format's values (exact in float64) and
+applies the mode; `test_reference.py` proves it equal to the scalar reference at every step of the staircase and beside it.
 """
 
 import math

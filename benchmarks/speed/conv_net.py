@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from benchmarks.speed.prebuild import tune_later
 from torch import Tensor, nn
 
 import lowp
@@ -77,5 +78,6 @@ def conv_net_costs(rounds: int) -> dict[str, float]:
 
 if __name__ == "__main__":  # fills the compiler's cache, in a process beside others
     argparse.ArgumentParser(description=__doc__).parse_args()
+    tune_later()
     for quantizer in (nn.Identity, Quantizer):
         training_step(quantizer, compiled=True)()

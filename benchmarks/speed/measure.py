@@ -2,8 +2,9 @@
 
 On a CPU that others use too, absolute times mean little. Each round times `copy_`, the candidate and `copy_` again; a round
 gives one ratio, and the median over the rounds is reported: what slows both down cancels. Rounds in which `copy_` itself was
-far from its best are repeated, up to a limit. On CUDA, `triton.testing.do_bench` empties the L2 cache before each call and
-queues calls ahead, so that launching them is hidden, as it is in a real program.
+far from its best are repeated, up to a limit. On CUDA, events around each call measure the device alone: the L2 cache is
+emptied, and a pause on the device lets the host get ahead, so that launching is hidden, as it is in a program that keeps the
+device busy. What launching costs the host is recorded beside it.
 """
 
 import statistics
@@ -18,6 +19,8 @@ SLOW = 0.5  # seconds a call: such candidates get a slice and fewer rounds
 SLICE = 32  # how much smaller
 QUIET = 1.5  # a round counts where copy_ took no longer than this times its best
 COPY_BYTES = 8
+L2_BYTES = 256 << 20  # more than the cache of any GPU today
+PAUSE = 1_000_000  # cycles, half a millisecond: longer than the host takes to launch a call
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Timing:
     elements: int
     elements_per_second: float
     ratios: list[float]
+    host_seconds: float | None = None  # a call, on CUDA
 
 
 @dataclass
@@ -79,17 +83,20 @@ class Stage:
         # 48 binades: more than most 8-bit floats hold, so that rounding, underflow and overflow all happen
         self.x *= torch.exp2(torch.randint(-24, 24, (self.size,), device=self.device, generator=generator).float())
         self.out = torch.empty_like(self.x)
+        if self.device.type == "cpu":
+            sizes = FreshSizes(self.size)
+            self.best_copy = min(_seconds(self.copy, sizes.take()) for _ in range(50))
 
     def copy(self, n: int) -> object:
         return self.out[:n].copy_(self.x[:n])
 
     def time(self, candidate: Candidate) -> Timing:
-        sizes = FreshSizes(self.size // SLICE, candidate.unit)
-        candidate.call(sizes.take())  # builds what has to be built
         if self.device.type == "cuda":
             return self._time_cuda(candidate, FreshSizes(self.size, candidate.unit))
-        if min(_seconds(candidate.call, sizes.take()) for _ in range(3)) * SLICE > SLOW:
-            return self._time_cpu(candidate, sizes, min(3, self.rounds))
+        slice_sizes = FreshSizes(self.size // SLICE, candidate.unit)
+        candidate.call(slice_sizes.take())  # builds what has to be built
+        if min(_seconds(candidate.call, slice_sizes.take()) for _ in range(3)) * SLICE > SLOW:
+            return self._time_cpu(candidate, slice_sizes, min(3, self.rounds))
         return self._time_cpu(candidate, FreshSizes(self.size, candidate.unit), self.rounds)
 
     def _time_cpu(self, candidate: Candidate, sizes: FreshSizes, rounds: int) -> Timing:
@@ -109,24 +116,36 @@ class Stage:
         return Timing(statistics.median(ratios), n, 1 / statistics.median(times), list(ratios))
 
     def _time_cuda(self, candidate: Candidate, sizes: FreshSizes) -> Timing:
-        times, ratios = [], []
+        copy_sizes = FreshSizes(self.size)
+        times, ratios, host = [], [], []
         for _ in range(max(1, self.rounds // 4)):
-            copy = _cuda_seconds(self.copy, FreshSizes(self.size))
-            times.append(_cuda_seconds(candidate.call, sizes))
-            ratios.append((candidate.bytes / times[-1]) / (COPY_BYTES / copy))
-        return Timing(statistics.median(ratios), sizes.given[0], 1 / statistics.median(times), ratios)
+            copy, _ = self._device_seconds(self.copy, copy_sizes)
+            seconds, host_seconds = self._device_seconds(candidate.call, sizes)
+            times.append(seconds)
+            host.append(host_seconds)
+            ratios.append((candidate.bytes / seconds) / (COPY_BYTES / copy))
+        return Timing(statistics.median(ratios), sizes.given[0], 1 / statistics.median(times), ratios, statistics.median(host))
+
+    def _device_seconds(self, call: Callable[[int], object], sizes: FreshSizes) -> tuple[float, float]:
+        """Seconds an element on the device, and seconds a call on the host: medians."""
+        call(sizes.take())  # builds what has to be built, and tunes it on this size
+        torch.cuda.synchronize()
+        calls = 5 if _seconds(lambda n: (call(n), torch.cuda.synchronize()), sizes.take()) > 0.01 else 25
+        cache = torch.empty(L2_BYTES, dtype=torch.int8, device=self.device)
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+        host = []
+        for start, end in events:
+            cache.zero_()
+            torch.cuda._sleep(PAUSE)
+            start.record()
+            host.append(_seconds(call, sizes.take()))
+            end.record()
+        torch.cuda.synchronize()
+        seconds = statistics.median(start.elapsed_time(end) / 1e3 for start, end in events)
+        return seconds / statistics.median(sizes.given[-calls:]), statistics.median(host)
 
 
 def _seconds(call: Callable[[int], object], n: int) -> float:
     began = time.perf_counter()
     call(n)
     return time.perf_counter() - began
-
-
-def _cuda_seconds(call: Callable[[int], object], sizes: FreshSizes) -> float:
-    """Seconds an element."""
-    from triton.testing import do_bench
-
-    first = len(sizes.given)
-    milliseconds = do_bench(lambda: call(sizes.take()), warmup=5, rep=20, return_mode="median")
-    return milliseconds / 1e3 / statistics.median(sizes.given[first:])

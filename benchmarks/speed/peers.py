@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from benchmarks.speed.measure import Candidate, Stage
+from benchmarks.speed.report import in_a_line
 
 TORCH_TYPES = ("float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "bfloat16", "float16")
 QTORCH_FLOATS = {"e5m2": (5, 2), "e4m3": (4, 3)}
@@ -20,7 +21,7 @@ def peer_candidates(stage: Stage, missing: dict[str, str]) -> Iterator[Candidate
         try:
             yield from peer(stage)
         except Exception as error:  # a peer that is not installed, does not build or lacks a device: say so and go on
-            missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            missing[name] = in_a_line(error)
 
 
 def _torch(stage: Stage) -> Iterator[Candidate]:

@@ -1,7 +1,8 @@
 """Fill the compiler's cache with all kernels that a run will need, in several processes at once.
 
 Building the kernels one after the other takes most of a benchmark's time. What is timed later is not changed by this: the
-cost of building is measured apart, in processes with a cache of their own (first_calls.py).
+cost of building is measured apart, in processes with a cache of their own (first_calls.py), and which of a kernel's variants is
+the fastest is not decided here, on a GPU that the workers share.
 """
 
 import argparse
@@ -34,7 +35,15 @@ def prebuild(device: str, workers: int, quick: bool, only: str | None, conv_net:
     return [error.strip().splitlines()[-1] for process, error in zip(running, errors, strict=True) if process.returncode]
 
 
+def tune_later() -> None:
+    """Let every process that loads a kernel from the cache choose among its variants by itself."""
+    from torch._inductor import config
+
+    config.autotune_local_cache = False
+
+
 def _work(device: torch.device, quick: bool, only: str | None, worker: int, workers: int) -> None:
+    tune_later()
     stage = Stage(device, ELEMENTS, rounds=1)
     for fmt in formats(device, quick, only)[worker::workers]:
         for candidate in lowp_candidates(fmt, stage):

@@ -33,6 +33,7 @@ class Row:
     elements: int | None = None
     elements_per_second: float | None = None
     rounds: tuple[float, ...] = ()
+    host_seconds: float | None = None
 
     @property
     def passed(self) -> bool | None:
@@ -46,7 +47,8 @@ class Report:
     device: str
     threads: int
     rows: list[Row] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)  # peers, with the reason
+    failures: dict[str, str] = field(default_factory=dict)  # our own
     notes: list[str] = field(default_factory=list)
     first_calls: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -79,6 +81,7 @@ class Report:
         stem = folder / re.sub(r"[^a-z0-9]+", "-", self.machine.lower().replace("(r)", "")).strip("-")
         rows = [vars(row) | {"passed": row.passed} for row in self.rows]
         whole = {"facts": self.facts(), "first_calls": self.first_calls, "not_available": self.missing, "notes": self.notes}
+        whole["failed"] = self.failures
         paths = [stem.with_suffix(".json"), stem.with_suffix(".md")]
         paths[0].write_text(json.dumps(whole | {"rows": rows}, indent=1) + "\n")
         paths[1].write_text(self.markdown())
@@ -94,6 +97,7 @@ class Report:
 
     def _remarks(self) -> Iterator[str]:
         yield from (f"not available: {name}: {reason}" for name, reason in self.missing.items())
+        yield from (f"FAILED: {name}: {reason}" for name, reason in self.failures.items())
         yield from self.notes
         judged = [row.passed for row in self.rows if row.passed is not None]
         yield f"{sum(judged)} of {len(judged)} bars reached; x marks the others"
@@ -137,6 +141,10 @@ def _figures(row: Row) -> str:
 
 def _size(elements: int | None) -> str:
     return "" if elements is None else f"{elements:,}"
+
+
+def in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 def _line(cells: Iterable[str]) -> str:

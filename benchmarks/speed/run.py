@@ -2,18 +2,20 @@
 
 import argparse
 import os
+import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from benchmarks.speed.candidates import formats, lowp_candidates
 from benchmarks.speed.conv_net import conv_net_costs
-from benchmarks.speed.first_calls import builds_for_new_sizes, cold_and_warm
+from benchmarks.speed.first_calls import NEW_SIZES_FORMAT, builds_for_new_sizes, cold_and_warm
 from benchmarks.speed.measure import Candidate, Stage
 from benchmarks.speed.peers import peer_candidates
 from benchmarks.speed.prebuild import prebuild
-from benchmarks.speed.report import Report, Row
+from benchmarks.speed.report import Report, Row, in_a_line
 from benchmarks.speed.small_tensors import FORMAT as SMALL_FORMAT
 from benchmarks.speed.small_tensors import small_costs
 from rich.console import Console
@@ -28,53 +30,59 @@ CONV_NET_BAR = 1.03
 def main() -> None:
     options = _parse()
     console = Console(width=None if sys.stdout.isatty() else 160)
-    device = options.device
-    if device == "cpu":
+    if options.device == "cpu":
         torch.set_num_threads(options.threads)
-    report = Report(device, torch.get_num_threads())
+    report = Report(options.device, torch.get_num_threads())
     began = time.perf_counter()
 
     def tell(what: str) -> None:
         console.print(f"[dim]{time.perf_counter() - began:6.1f} s  {what}[/]")
 
-    if "first" in options.sections:
-        tell("first calls, in processes of their own")
-        report.first_calls = cold_and_warm(device)
-        builds = builds_for_new_sizes(device)
-        report.rows.append(
-            Row("New sizes", "lowp", "e4m3fn", "kernels built for 120 new sizes", builds, 0, less_is_better=True)
-        )
-    if options.prebuild and {"numbers", "net"} & set(options.sections):
-        tell(f"building kernels in {options.prebuild} processes")
-        conv_net = device == "cuda" and "net" in options.sections
-        for error in prebuild(device, options.prebuild, options.quick, options.only, conv_net):
-            report.notes.append(f"building ahead failed, so kernels are built as they are met: {error}")
-    if "numbers" in options.sections:
-        for size in options.size or (CUDA_SIZES if device == "cuda" else (1 << 24,)):
-            numbers(report, Stage(torch.device(device), size, options.rounds), options, tell)
-    if "small" in options.sections:
-        tell("small tensors")
-        for row in small_costs(device, options.rounds):
-            report.rows.append(_small_row(row))
-    if "net" in options.sections and device == "cuda":
-        tell("conv net")
-        report.rows += [_conv_net_row(name, value) for name, value in conv_net_costs(min(3, options.rounds)).items()]
-    tell("done")
+    for section in _sections(report, options, tell):
+        tell(section)
+        report.write(options.out)  # what is there already, should the rest fail or be stopped
     report.show(console)
     for path in report.write(options.out):
         console.print(f"written: {path}")
+    if report.failures:
+        sys.exit(f"{len(report.failures)} candidates of lowp failed")
 
 
-def numbers(report: Report, stage: Stage, options: argparse.Namespace, tell) -> None:
+def _sections(report: Report, options: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[str]:
+    """Run what was asked for, piece by piece; the name of each piece is given when it is done."""
+    device, sections = options.device, options.sections
+    if "first" in sections:
+        report.first_calls = cold_and_warm(device)
+        builds = builds_for_new_sizes(device)
+        what = "kernels built for 120 new sizes"
+        report.rows.append(Row("New sizes", "lowp", NEW_SIZES_FORMAT, what, builds, bar=0, less_is_better=True))
+        yield "first calls, in processes of their own"
+    if options.prebuild and {"numbers", "net"} & set(sections):
+        conv_net = device == "cuda" and "net" in sections
+        for error in prebuild(device, options.prebuild, options.quick, options.only, conv_net):
+            report.notes.append(f"building ahead failed, so kernels are built as they are met: {error}")
+        yield f"kernels built in {options.prebuild} processes"
+    if "numbers" in sections:
+        for size in options.size or (CUDA_SIZES if device == "cuda" else (1 << 24,)):
+            numbers(report, Stage(torch.device(device), size, options.rounds), options, tell)
+            yield f"{size:,} elements"
+    if "small" in sections:
+        report.rows += [_small_row(row) for row in small_costs(device, options.rounds)]
+        yield "small tensors"
+    if "net" in sections and device == "cuda":
+        report.rows += [_conv_net_row(name, value) for name, value in conv_net_costs(min(3, options.rounds)).items()]
+        yield "conv net"
+
+
+def numbers(report: Report, stage: Stage, options: argparse.Namespace, tell: Callable[[str], None]) -> None:
     """Time every candidate on one size. A candidate that fails is recorded, and does not stop the others."""
 
     def time_one(candidate: Candidate) -> None:
         try:
             timing = stage.time(candidate)
         except Exception as error:
-            if candidate.library == "lowp":
-                raise
-            report.missing[candidate.name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            reasons = report.failures if candidate.library == "lowp" else report.missing
+            reasons[candidate.name] = in_a_line(error)
             return
         report.rows.append(
             Row(
@@ -87,6 +95,7 @@ def numbers(report: Report, stage: Stage, options: argparse.Namespace, tell) -> 
                 elements=timing.elements,
                 elements_per_second=timing.elements_per_second,
                 rounds=tuple(timing.ratios),
+                host_seconds=timing.host_seconds,
             )
         )
 
@@ -94,12 +103,21 @@ def numbers(report: Report, stage: Stage, options: argparse.Namespace, tell) -> 
     time_one(Candidate("torch", "copy_ itself", "quantize", stage.copy))
     for fmt in formats(stage.device, options.quick, options.only):
         tell(f"{stage.size:,}  {fmt}")
-        for candidate in lowp_candidates(fmt, stage):
+        try:
+            candidates = list(lowp_candidates(fmt, stage))
+        except Exception as error:
+            report.failures[str(fmt)] = in_a_line(error)
+            continue
+        for candidate in candidates:
             time_one(candidate)
     if options.peers:
         tell(f"{stage.size:,}  peers")
         for candidate in peer_candidates(stage, report.missing):
             time_one(candidate)
+    host = [row.host_seconds for row in report.rows if row.library == "lowp" and row.host_seconds]
+    if host:
+        median = statistics.median(host) * 1e6
+        report.notes.append(f"{stage.size:,}: launching a call of lowp costs the host {median:.0f} microseconds (median)")
     if stage.disturbed:
         report.notes.append(f"the machine was busy with something else during {stage.disturbed} measurements")
 

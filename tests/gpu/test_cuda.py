@@ -1,4 +1,4 @@
-"""The same bits on a GPU as on the CPU: plain operations, kernels of both shapes, inlined in compiled functions. Run there by hand:
+"""The same bits on a GPU as on the CPU: plain operations, kernels of both shapes, inlined in compiled functions. Run it there:
 
 PYTHONPATH=src python -m pytest tests/gpu -m gpu
 """

@@ -19,13 +19,25 @@ MODES = tuple(mode.value for mode in lowp.Rounding)
 DETERMINISTIC = tuple(mode for mode in MODES if mode != "stochastic")
 PLAIN = tuple(fmt for fmt in lowp.FORMATS if not isinstance(fmt, BlockFormat))
 BLOCKS = tuple(fmt for fmt in lowp.FORMATS if isinstance(fmt, BlockFormat))
-# Building a staircase takes about a second in float64: formats of that kind are tested in float32, and a cheap one in both.
-TABLES = ("dynamic8", "static8", "mantissa8", "linear8", "bnb_dynamic8", "e8m0fnu")
+# A staircase takes half a second to build for each mode, a second in float64: these are tested in float32, some modes only by
+# `make test-slow`. nf4 is small enough to be tested in full.
+TABLES = ("dynamic8", "e8m0fnu", "static8", "mantissa8", "linear8", "bnb_dynamic8")
 REPRESENTATIVE = ("e4m3fn", "int8", "posit8", "nf4", "mxfp4", "nvfp4")
 
 every_format = pytest.mark.parametrize("fmt", lowp.FORMATS, ids=str)
 every_plain_format = pytest.mark.parametrize("fmt", PLAIN, ids=str)
+every_format_and_mode = pytest.mark.parametrize(
+    ("fmt", "mode"),
+    [
+        pytest.param(
+            fmt, mode, id=f"{fmt}-{mode}", marks=[pytest.mark.slow] * (str(fmt) in TABLES[2:] and number not in (0, 6))
+        )
+        for fmt in lowp.FORMATS
+        for number, mode in enumerate(MODES)
+    ],
+)
 every_mode = pytest.mark.parametrize("mode", MODES)
+known_bug = pytest.mark.xfail(strict=True, reason="reported to the author; drop this mark when fixed")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -79,7 +91,7 @@ def with_nan(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1), (13,), (7, 1, 5), (2,) * 10], ids=str)
 @pytest.mark.parametrize("name", ["e4m3fn", "posit8", "nf4", "mxfp4"])
 def test_shapes_and_dtypes(dtype, shape, name):
-    x = numbers(dtype)[: math.prod(shape)].nan_to_num().reshape(shape)
+    x = numbers(dtype, count=1024)[: math.prod(shape)].nan_to_num().reshape(shape)
     got = lowp.quantize(x, name)
     assert got.dtype == dtype
     assert got.shape == shape
@@ -171,7 +183,7 @@ def test_channels_last_stays_channels_last():
     assert lowp.encode(x, "e4m3fn").is_contiguous(memory_format=torch.channels_last)
 
 
-@every_format
+@pytest.mark.parametrize("fmt", REPRESENTATIVE)
 @every_mode
 def test_the_input_is_never_changed(fmt, mode):
     x = numbers(count=50)
@@ -213,9 +225,19 @@ def test_out_of_another_dtype(dtype, out_dtype, name):
     assert_same(out, lowp.quantize(x.double(), name).to(out_dtype))
 
 
-@pytest.mark.parametrize("mode", ["nearest", "stochastic"])
-@pytest.mark.parametrize("name", ["e4m3fn", "mxfp4"])
-@pytest.mark.parametrize("x_view", [name for name in VIEWS if "expanded" not in name and name != "unfolded"])
+NOT_DENSE = ("every_third", "columns", "rows_and_columns", "diagonal", "one_row_of_many")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "x_view"),
+    [
+        pytest.param(name, mode, view, marks=[known_bug] * (name == "e4m3fn" and mode == "nearest" and view in NOT_DENSE))
+        for name in ("e4m3fn", "mxfp4")
+        for mode in ("nearest", "stochastic")
+        for view in VIEWS
+        if "expanded" not in view and view != "unfolded"
+    ],
+)
 def test_out_with_the_inputs_own_strides(x_view, name, mode):
     view = VIEWS[x_view]
     memory, x = torch.full((480,), 99.0), view(base())
@@ -227,7 +249,13 @@ def test_out_with_the_inputs_own_strides(x_view, name, mode):
         assert (memory == 99.0).sum() == 480 - x.numel(), "written outside of out"
 
 
-@pytest.mark.parametrize("view", ["transposed", "permuted", "every_third", "columns", "offset", "diagonal"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(view, marks=[known_bug] * (view in NOT_DENSE))
+        for view in ("transposed", "permuted", "every_third", "columns", "offset", "diagonal")
+    ],
+)
 def test_out_in_place_on_a_view(view):
     memory = base()
     before, x = memory.clone(), VIEWS[view](memory)
@@ -315,9 +343,17 @@ OUT_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("call", OUT_ERRORS.values(), ids=OUT_ERRORS.keys())
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(call, id=name, marks=[known_bug] * (name in ("packed_shape", "packed_dtype", "decode_block")))
+        for name, call in OUT_ERRORS.items()
+    ],
+)
 def test_out_of_the_wrong_kind(call):
-    with pytest.raises(ValueError, match=r"^out must be torch\.\w+ .*of shape \(\d,\) on cpu, not torch\.\w+ of \(\d(, 4|, 2|,)\) on"):
+    with pytest.raises(
+        ValueError, match=r"^out must be torch\.\w+ .*of shape \([24],\) on cpu, not torch\.\w+ of \(.*\) on \w+$"
+    ):
         call(torch.ones(4))
 
 
@@ -394,6 +430,7 @@ def test_errors_speak(call, kind, text):
         call()
 
 
+@known_bug
 @pytest.mark.parametrize("seed", [1.5, "a", torch.tensor(1.0), torch.tensor([1, 2])], ids=repr)
 def test_a_seed_that_is_no_integer(seed):
     with pytest.raises((TypeError, ValueError), match="seed"):
@@ -404,10 +441,10 @@ def test_a_seed_that_is_no_integer(seed):
     ("arguments", "text"),
     [
         ({"forward": "e4m3fm"}, "unknown format"),
-        ({"backward": "e4m3fm"}, "unknown format"),
+        pytest.param({"backward": "e4m3fm"}, "unknown format", marks=known_bug),
         ({"forward": "e5m2", "rounding": "bogus"}, "unknown rounding"),
-        ({"backward": "e5m2", "backward_rounding": "bogus"}, "unknown rounding"),
-        ({"forward": "e5m2", "seed": 3}, "seed is for stochastic rounding"),
+        pytest.param({"backward": "e5m2", "backward_rounding": "bogus"}, "unknown rounding", marks=known_bug),
+        pytest.param({"forward": "e5m2", "seed": 3}, "seed is for stochastic rounding", marks=known_bug),
     ],
     ids=str,
 )
@@ -417,7 +454,7 @@ def test_fake_quantize_finds_mistakes_at_once(arguments, text):
 
 
 @pytest.mark.parametrize("x", [[1.0], torch.arange(3)], ids=["list", "integers"])
-@pytest.mark.parametrize("name", [None, "e4m3fn"])
+@pytest.mark.parametrize("name", [pytest.param(None, marks=known_bug), "e4m3fn"])
 def test_fake_quantize_takes_floating_point_tensors(x, name):
     with pytest.raises(TypeError, match="takes"):
         lowp.fake_quantize(x, name)
@@ -427,10 +464,10 @@ def test_fake_quantize_takes_floating_point_tensors(x, name):
 
 
 @every_format
-@every_mode
-def test_quantize_keeps_nan(fmt, mode):
+def test_quantize_keeps_nan(fmt):
     x = torch.tensor([math.nan, 1.0, -math.nan])
-    assert lowp.quantize(x, fmt, mode, **options(mode)).isnan().tolist() == [True, False, True]
+    for mode in ("nearest", "stochastic"):
+        assert lowp.quantize(x, fmt, mode, **options(mode)).isnan().tolist() == [True, False, True]
 
 
 NO_NAN = tuple(fmt for fmt in lowp.FORMATS if not fmt.has_nan)
@@ -502,7 +539,7 @@ def test_minus_zero(fmt, x):
 
 def around_the_largest(fmt) -> torch.Tensor:
     """Values, ties and beyond, in float64 where that is cheap."""
-    step = fmt.max - max(value for value in fmt.values if value < fmt.max) if fmt.bits <= 16 else fmt.max * fmt.epsilon / 2
+    step = fmt.max - reference.round(math.nextafter(fmt.max, 0), fmt, "toward_zero")
     points = [fmt.max - step, fmt.max - step / 2, fmt.max]
     points += [fmt.max + step * share for share in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)] + [fmt.max * 4, fmt.max * 1e6, math.inf]
     if str(fmt) in TABLES:
@@ -514,12 +551,14 @@ def around_the_largest(fmt) -> torch.Tensor:
 
 
 @every_plain_format
-@pytest.mark.parametrize("mode", DETERMINISTIC)
 @pytest.mark.parametrize("saturate", [False, True], ids=["", "saturate"])
-def test_overflow_equals_the_reference(fmt, mode, saturate):
-    if saturate and str(fmt) in TABLES and mode != "nearest":
-        pytest.skip("a second staircase for each mode: too slow")
+def test_overflow_equals_the_reference(fmt, saturate):
     x = around_the_largest(fmt)
+    for mode in DETERMINISTIC[: 1 if str(fmt) in TABLES else None]:
+        check_overflow(x, fmt, mode, saturate)
+
+
+def check_overflow(x, fmt, mode, saturate):
     want = [reference.round(value, fmt, mode, saturate=saturate) for value in x.tolist()]
     got = lowp.quantize(x, fmt, mode, saturate=saturate)
     assert_same(got, torch.tensor(want, dtype=torch.float64).to(x.dtype))
@@ -565,8 +604,7 @@ def test_infinity(name, plain, saturated):
 # Laws
 
 
-@every_format
-@every_mode
+@every_format_and_mode
 def test_decode_of_encode_is_quantize(fmt, mode):
     x = numbers()
     x = with_nan(x) if fmt.has_nan else x
@@ -574,33 +612,30 @@ def test_decode_of_encode_is_quantize(fmt, mode):
     codes = lowp.encode(x, fmt, mode, **options(mode))
     assert_same(lowp.decode(codes, fmt), want)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        if fmt.family == "posit" and fmt.bits > 8:
+            continue  # the table of 2^16 values takes seconds to build
         assert_same(lowp.decode(codes, fmt, dtype=dtype), lowp.decode(codes, fmt, dtype=torch.float64).to(dtype))
     if fmt.bits < 8 or (isinstance(fmt, BlockFormat) and fmt.element.bits < 8):
         packed = lowp.encode(x, fmt, mode, pack=True, **options(mode))
         assert_same(lowp.decode(packed, fmt, size=x.numel()), want)
 
 
-@every_plain_format
-@every_mode
+@every_format_and_mode
 def test_values_of_the_format_stay(fmt, mode):
-    once = lowp.quantize(numbers(), fmt, mode, **options(mode))
-    assert_same(lowp.quantize(once, fmt, mode, **options(mode, seed=8)), once)
-
-
-@pytest.mark.parametrize("fmt", [fmt for fmt in BLOCKS if fmt.power_of_two_scale], ids=str)
-@every_mode
-def test_values_of_a_block_format_stay(fmt, mode):
-    once = lowp.quantize(base(), fmt, mode, **options(mode))
+    if str(fmt) == "nvfp4":
+        return  # its scales follow from the largest value, which rounding may change
+    once = lowp.quantize(base() if isinstance(fmt, BlockFormat) else numbers(), fmt, mode, **options(mode))
     assert_same(lowp.quantize(once, fmt, mode, **options(mode, seed=8)), once)
 
 
 MIRRORED = {"up": "down", "down": "up"}
-SYMMETRIC = tuple(fmt for fmt in lowp.FORMATS if str(fmt) not in ("e8m0fnu", "nf4", "bnb_dynamic8"))
+ASYMMETRIC = ("e8m0fnu", "nf4", "bnb_dynamic8")
 
 
-@pytest.mark.parametrize("fmt", SYMMETRIC, ids=str)
-@every_mode
+@every_format_and_mode
 def test_signs_are_symmetric(fmt, mode):
+    if str(fmt) in ASYMMETRIC:
+        return
     x = numbers()
     x = x[x != 0]
     mirrored = MIRRORED.get(mode, mode)
@@ -608,23 +643,21 @@ def test_signs_are_symmetric(fmt, mode):
     assert torch.equal(got.nan_to_num(777.0), want.nan_to_num(777.0))  # == : -0 and 0 may stand for each other
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @every_mode
 @pytest.mark.parametrize("fmt", [fmt for fmt in lowp.FORMATS if str(fmt) not in TABLES], ids=str)
-def test_float64_rounds_like_narrower_dtypes(fmt, mode, dtype):
-    x = with_nan(numbers(dtype))
-    wide = lowp.quantize(x.double(), fmt, mode, **options(mode))
-    assert_same(wide.to(dtype), lowp.quantize(x, fmt, mode, **options(mode)))
-    codes = lowp.encode(x.double(), fmt, mode, nan="zero", **options(mode))
-    assert_same_codes(codes, lowp.encode(x, fmt, mode, nan="zero", **options(mode)))
+def test_float64_rounds_like_narrower_dtypes(fmt, mode):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = with_nan(numbers(dtype))
+        wide = lowp.quantize(x.double(), fmt, mode, **options(mode))
+        assert_same(wide.to(dtype), lowp.quantize(x, fmt, mode, **options(mode)))
+        codes = lowp.encode(x.double(), fmt, mode, nan="zero", **options(mode))
+        assert_same_codes(codes, lowp.encode(x, fmt, mode, nan="zero", **options(mode)))
 
 
 @pytest.mark.parametrize(("name", "mode"), [("dynamic8", "nearest"), ("dynamic8", "stochastic"), ("e8m0fnu", "up")])
 def test_float64_rounds_like_float32_in_tables(name, mode):
     x = with_nan(numbers())
-    assert_same(
-        lowp.quantize(x.double(), name, mode, **options(mode)).float(), lowp.quantize(x, name, mode, **options(mode))
-    )
+    assert_same(lowp.quantize(x.double(), name, mode, **options(mode)).float(), lowp.quantize(x, name, mode, **options(mode)))
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3fn", "posit8", "nf4", "mxfp4"])
@@ -706,13 +739,16 @@ def test_fake_quantize_without_formats_changes_nothing():
     assert torch.equal(x.grad, torch.ones(5))
 
 
-def test_double_backward_is_that_of_the_unquantized_function():
+@pytest.mark.parametrize("backward", [None, "e5m2"])
+def test_double_backward(backward):
+    """Second derivatives pass straight through as well; on their way they meet the gradient's format again."""
     x = torch.tensor([1.3, -0.7, 3.1], requires_grad=True)
-    y = lowp.fake_quantize(x, "e4m3fn", "e5m2")
+    y = lowp.fake_quantize(x, "e4m3fn", backward)
     (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-    assert_same(first.detach(), lowp.quantize(3 * lowp.quantize(x, "e4m3fn") ** 2, "e5m2"))
     (second,) = torch.autograd.grad(first.sum(), x)
-    assert torch.equal(second, 6 * lowp.quantize(x, "e4m3fn"))
+    q = lowp.quantize(x, "e4m3fn")
+    for got, want in ((first.detach(), 3 * q**2), (second, 6 * q)):
+        assert_same(got, want if backward is None else lowp.quantize(want, backward))
 
 
 def test_gradient_accumulates_into_parameters():
@@ -785,7 +821,7 @@ def test_under_vmap_every_example_is_rounded_as_if_alone(name):
 
 
 def test_vmap_has_to_be_told_what_nan_becomes():
-    with pytest.raises(ValueError, match="inside torch.func transforms NaN cannot be looked for; int8 has none"):
+    with pytest.raises(ValueError, match=r"inside torch\.func transforms NaN cannot be looked for; int8"):
         torch.func.vmap(lambda t: lowp.encode(t, "int8"))(torch.ones(3, 4))
 
 
@@ -863,13 +899,19 @@ def test_subclasses_see_every_operation_and_survive(name):
     assert_same(got.as_subclass(torch.Tensor), lowp.quantize(base(), name))
 
 
-def test_negative_views():
+@known_bug
+@pytest.mark.parametrize("name", ["e4m3fn", "mxfp4"])
+def test_negative_views(name):
     """The imaginary part of a conjugate is real, with torch's lazy minus sign on it."""
-    x = torch.complex(torch.zeros(4), torch.tensor([1.3, -2.7, 0.1, 9.9])).conj().imag
-    assert x.is_neg()
-    want = lowp.quantize(x.resolve_neg(), "e4m3fn")
-    assert_same(lowp.quantize(x, "e4m3fn"), want)
-    assert_same(lowp.encode(x, "e4m3fn"), lowp.encode(want, "e4m3fn"))
+    imaginary = torch.complex(torch.zeros(4), torch.tensor([1.3, -2.7, 0.1, 9.9])).conj().imag
+    for x in (imaginary, imaginary[:1], torch._neg_view(torch.ones(3))):
+        assert x.is_neg()
+        plain = x.resolve_neg()
+        assert_same(lowp.quantize(x, name), lowp.quantize(plain, name))
+        assert_same_codes(lowp.encode(x, name), lowp.encode(plain, name))
+        out = torch._neg_view(torch.zeros(x.shape))
+        lowp.quantize(plain, name, out=out)
+        assert_same(out.resolve_neg(), lowp.quantize(plain, name))
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
@@ -902,7 +944,8 @@ def test_noise_and_codes_survive_pickling():
 
 
 def test_threads_do_not_disturb_each_other():
-    work = [(name, mode) for name in (*REPRESENTATIVE, "e3m3", "posit7", "fixed2.3") for mode in ("nearest", "up", "stochastic")]
+    names = (*REPRESENTATIVE, "e3m3", "posit7", "fixed2.3")
+    work = [(name, mode) for name in names for mode in ("nearest", "up", "stochastic")]
     x = base()
 
     def round_trip(item):
@@ -943,20 +986,40 @@ def subnormals(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([x, -x]).to(dtype).repeat(20)
 
 
-@every_dtype
+FLUSHED = ("bf16", "fp32", "e4m3fn", "e8m2", "int8", "posit8", "nf4", "mxfp8_e4m3", "block(int8, 8, fp32)")
+
+
 @every_mode
-@pytest.mark.parametrize("name", ["bf16", "fp32", "e4m3fn", "e8m2", "int8", "posit8", "nf4", "mxfp8_e4m3", "block(int8, 8, fp32)"])
-def test_flushing_subnormals_changes_nothing(flushed, name, mode, dtype):
+@pytest.mark.parametrize("name", FLUSHED)
+def test_flushing_subnormals_changes_nothing(flushed, name, mode):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        check_flushed(flushed, name, mode, dtype)
+
+
+NOTICED = {("nf4", "to_odd")} | {(name, mode) for name in FLUSHED[-2:] for mode in ("up", "down", "to_odd")}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=[known_bug] * ((name, mode) in NOTICED), id=f"{name}-{mode}")
+        for name in FLUSHED
+        for mode in MODES
+    ],
+)
+def test_flushing_float64s_subnormals_changes_nothing(flushed, name, mode):
+    check_flushed(flushed, name, mode, torch.float64)
+
+
+def check_flushed(flushed, name, mode, dtype):
     for x in (subnormals(dtype), subnormals(dtype)[:8]):  # in blocks: beside a large number, and alone
-        want = lowp.quantize(x, name, mode, **options(mode))
-        codes = lowp.encode(x, name, mode, **options(mode))
-        got, got_codes, decoded = flushed(
-            lambda x=x: (
-                lowp.quantize(x, name, mode, **options(mode)),
-                lowp.encode(x, name, mode, **options(mode)),
-                lowp.decode(lowp.encode(x, name, mode, **options(mode)), name, dtype=dtype),
-            )
-        )
+
+        def call(x=x):
+            codes = lowp.encode(x, name, mode, **options(mode))
+            return lowp.quantize(x, name, mode, **options(mode)), codes, lowp.decode(codes, name, dtype=dtype)
+
+        want, codes, _ = call()
+        got, got_codes, decoded = flushed(call)
         assert_same(got, want)
         assert_same_codes(got_codes, codes)
         assert_same(decoded, want)

@@ -6,12 +6,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from oracle import DETERMINISTIC, round_all, same
 
 import lowp
 from lowp.formats import FORMATS, BlockFormat, Rounding, format, reference
 from lowp.tensor.carrier import FORMAT_OF_DTYPE
 from lowp.tensor.noise import draw, key_tensor
+from oracle import DETERMINISTIC, round_all, same
 
 NUMBERS = [fmt for fmt in FORMATS if not isinstance(fmt, BlockFormat)]
 NARROW = [fmt for fmt in NUMBERS if fmt.bits <= 16]

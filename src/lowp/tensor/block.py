@@ -92,10 +92,9 @@ def _rounded(numbers: Tensor, fmt: Format) -> Tensor:
 
 
 def _to_float64(x: Tensor) -> Tensor:
-    """Exactly, subnormals too where a chip is told to flush them; a single number becomes a row of one."""
+    """Exactly, float32's subnormals too where a chip is told to flush them; a single number becomes a row of one."""
     own = CARRIERS[x.dtype]
-    numbers = convert(own.bits(x.view(own.storage)), own, F64).view(torch.float64)
-    return numbers.reshape(1) if x.dim() == 0 else numbers
+    return convert(own.bits(x.view(own.storage)), own, F64).view(torch.float64).reshape(x.shape or (1,))
 
 
 def _from_float64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,6 +142,12 @@ def _unit(scales: Tensor, tensor_scale: Tensor | None, count: int, fmt: BlockFor
 
 
 def _in_units(numbers: Tensor, unit: Tensor, fmt: BlockFormat) -> Tensor:
-    """Elements in units of their scale; finite ones clamped to the range, so that rounding cannot lead out of it."""
+    """The bits of elements in units of their scale; finite ones clamped to the range, so that rounding cannot lead out of it.
+
+    A quotient that float64 has no normal number for becomes its smallest: not zero, whatever the chip does with subnormals.
+    """
     scaled = numbers / unit
-    return torch.where(numbers.isinf(), scaled, scaled.clamp(fmt.element.min, fmt.element.max)).view(torch.int64)
+    bits = torch.where(numbers.isinf(), scaled, scaled.clamp(fmt.element.min, fmt.element.max)).view(torch.int64)
+    smallest = 1 << F64.fraction_bits
+    lost = ((numbers.view(torch.int64) & F64.magnitude) > 0) & ((bits & F64.magnitude) < smallest)
+    return torch.where(lost, (numbers.view(torch.int64) & F64.sign) | smallest, bits)

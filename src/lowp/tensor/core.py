@@ -17,7 +17,7 @@ from lowp.formats import reference
 from lowp.formats.base import Format, Rounding
 from lowp.formats.posit import PositFormat
 from lowp.tensor import grid, posit
-from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier_for, is_grid
+from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier_for, grid_fits, is_grid
 from lowp.tensor.noise import draw
 from lowp.tensor.table import Table, bits_of_number, goes_up, number_of_bits, staircase, to_float64
 
@@ -63,7 +63,9 @@ def _code_table(fmt: Format, dtype: torch.dtype) -> Table:
 
 def _stored_bits(value: float, carrier: Carrier) -> int:
     """A number's bits in a carrier, as a signed integer, rounded to nearest if need be: a dtype's bits are its codes."""
-    if carrier.dtype == torch.float64 or (carrier.dtype == torch.float32 and 2.0**-100 < abs(value) < 2.0**100):
+    if carrier.dtype == torch.float64:
+        return bits_of_number(value, carrier)
+    if carrier.dtype == torch.float32 and 2.0**-100 < abs(value) < 2.0**100:  # the quick way, for the many values of posits
         bits = bits_of_number(value, carrier)
         if number_of_bits(bits & carrier.magnitude, carrier) == abs(value):
             return bits
@@ -109,8 +111,9 @@ class _Rounder:
         return bits, draw(key, bits, self.carrier.noise_bits) if key is not None else None
 
     def _split(self, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Magnitude, and -1 where negative."""
-        return bits & self.carrier.magnitude, bits >> (bits.dtype.itemsize * 8 - 1)
+        """Magnitude, NaN counted as infinity, and -1 where negative."""
+        magnitude = (bits & self.carrier.magnitude).clamp(max=self.carrier.infinity)
+        return magnitude, bits >> (bits.dtype.itemsize * 8 - 1)
 
     def _entry(self, bits: Tensor, noise: Tensor | None, tables: Tables) -> Tensor:
         """The entry of the staircase that each number is rounded to."""
@@ -133,7 +136,7 @@ class _Rounder:
             rank = rank + goes_up(magnitude, values[rank], values[rank + 1], noise, self.carrier).to(rank.dtype)
         code = posit.code_of_rank(rank, negative, self.posit)
         lowest_nan = self.carrier.infinity + self.saturate  # an infinity is NaR, unless it saturates
-        return torch.where(magnitude >= lowest_nan, torch.full_like(code, self.posit.nan_code), code)
+        return torch.where((bits & self.carrier.magnitude) >= lowest_nan, torch.full_like(code, self.posit.nan_code), code)
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -152,6 +155,10 @@ class Quantize(_Rounder):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "target", CARRIERS[self.out_dtype])
+        on_gpu = None
+        if self.grid is not None and self.dtype != torch.float64 and grid_fits(self.fmt, F32):
+            on_gpu = grid.grid(self.fmt, F32, self.mode, self.saturate)
+        object.__setattr__(self, "float_grid", on_gpu if on_gpu is not None and on_gpu.ties_in_floats else None)
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -160,6 +167,9 @@ class Quantize(_Rounder):
         return super().tables
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
+        if self.float_grid is not None and stored.device.type == "cuda":
+            numbers = grid.nearest_in_floats(stored.view(self.dtype).to(torch.float32), self.float_grid)
+            return numbers.to(self.out_dtype).view(self.target.storage)
         bits, noise = self._enter(stored, key)
         if self.grid is not None:
             result = grid.quantize(bits, self.grid, noise)

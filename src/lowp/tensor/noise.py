@@ -4,10 +4,10 @@ Element i of a tensor draws from `permutation(key, offset + i)`. So the same cal
 compiled, after a resume, and whether a tensor is rounded whole or in pieces with their offsets.
 
 The generator is Philox (Salmon et al., 2011) on words of 16 bits: the key is four words, made by running four-word Philox over
-seed, step and stream; a draw is six rounds of two-word Philox over the index. Words of 16 bits and multipliers of 15 keep
+seed, step and stream; a draw is five rounds of two-word Philox over the index. Words of 16 bits and multipliers of 15 keep
 every product below 2^31. That matters more than it seems: a 32-bit integer hash whose products wrap around is about as fast,
 but signed overflow is undefined in C++, and gcc does turn such a hash into a constant in inductor's remainder loops.
-For a given key the draws of 2^32 elements are a permutation; between keys they are unrelated, which the tests check.
+For a given key the draws of 2^30 elements are all different; between keys they are unrelated, which the tests check.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-_INDICES = 1 << 32  # elements that one key serves
-_DRAW_ROUNDS = 6
-KEY_SIZE = _DRAW_ROUNDS + 2  # words in a key tensor
+_INDICES = 1 << 30  # elements that one key serves: an index and its offset add up without overflow
+_DRAW_ROUNDS = 5  # the fewest after which every bit of the index flips every bit of the draw half of the time
+KEY_SIZE = _DRAW_ROUNDS + 1  # numbers in a key tensor
 _MULTIPLIERS = (0x7A35, 0x6E2B)
 _ROUNDS = (0x9E37, 0x79B9, 0x7F4A, 0x7C15, 0xF39C, 0xC060, 0x5CED)  # digits of the golden ratio, against symmetry
 
@@ -53,7 +53,7 @@ def _philox4(words: list[Word]) -> list[Word]:
 
 
 def key_words(noise: Noise, block: int = 0) -> list[Word]:
-    """The key for one block of 2^32 indices: seed, step, stream and (but for the first) block, absorbed one after the other."""
+    """The key for one block of 2^30 indices: seed, step, stream and (but for the first) block, absorbed one after the other."""
     state: list[Word] = [0, 0, 0, 0]
     for number in (noise.seed, noise.step, noise.stream, *([block] if block else [])):
         state = _philox4([word ^ (number >> shift & 0xFFFF) for word, shift in zip(state, (0, 16, 32, 48), strict=True)])
@@ -61,12 +61,12 @@ def key_words(noise: Noise, block: int = 0) -> list[Word]:
 
 
 def key_tensor(noise: Noise, first: int, device: torch.device) -> Tensor:
-    """The keys of the rounds for elements from index `first` on (all of one block), and the two words of `first`."""
+    """The keys of the rounds for elements from index `first` on (all of one block), and the index of `first` in its block."""
     block, low = divmod(noise.offset + first, _INDICES)
     if any(isinstance(part, torch.SymInt) for part in (noise.seed, noise.step)):  # a compiled function's changing integers
         noise = Noise(_as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream, noise.offset)
     key = key_words(noise, block)
-    words = [*(key[i % 4] ^ constant for i, constant in enumerate(_ROUNDS[:_DRAW_ROUNDS])), low & 0xFFFF, low >> 16]
+    words = [*(key[i % 4] ^ constant for i, constant in enumerate(_ROUNDS[:_DRAW_ROUNDS])), low]
     if isinstance(noise.seed, Tensor) or isinstance(noise.step, Tensor):
         return torch.stack([_as_int64(word, device) for word in words]).to(torch.int32)
     return torch.tensor(words, dtype=torch.int32, device=device)
@@ -79,7 +79,7 @@ def _as_int64(value: "int | Tensor", device: torch.device) -> Tensor:
 
 
 def blocks(noise: Noise, count: int) -> "list[tuple[int, int]]":
-    """Cut `count` elements where the index crosses into another block of 2^32: (first, end) of each piece."""
+    """Cut `count` elements where the index crosses into another block of 2^30: (first, end) of each piece."""
     cuts = [0]
     while cuts[-1] < count:
         index = noise.offset + cuts[-1]
@@ -88,7 +88,7 @@ def blocks(noise: Noise, count: int) -> "list[tuple[int, int]]":
 
 
 def _philox2(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Six rounds of two-word Philox: a permutation of the 32 bits for every key."""
+    """Two-word Philox: a permutation of the 32 bits for every key."""
     for number in range(_DRAW_ROUNDS):
         product = low * _MULTIPLIERS[number % 2]
         low, high = (product >> 16) ^ high ^ key[number], product & 0xFFFF
@@ -100,10 +100,8 @@ def draw(key: Tensor, like: Tensor, bits: int) -> Tensor:
 
     The first 30 bits are the same for both widths, so that a number rounds the same in float32 and in float64.
     """
-    index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape)
-    low = (index & 0xFFFF) + key[_DRAW_ROUNDS]
-    high = ((index >> 16) + key[_DRAW_ROUNDS + 1] + (low >> 16)) & 0xFFFF
-    low, high = _philox2(low & 0xFFFF, high, key)
+    index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape) + key[_DRAW_ROUNDS]
+    low, high = _philox2(index & 0xFFFF, index >> 16, key)
     first = (high << 14) + (low >> 2)
     if bits == 30:
         return first
