@@ -29,15 +29,12 @@ every_plain_format = pytest.mark.parametrize("fmt", PLAIN, ids=str)
 every_format_and_mode = pytest.mark.parametrize(
     ("fmt", "mode"),
     [
-        pytest.param(
-            fmt, mode, id=f"{fmt}-{mode}", marks=[pytest.mark.slow] * (str(fmt) in TABLES[2:] and number not in (0, 6))
-        )
+        pytest.param(fmt, mode, id=f"{fmt}-{mode}", marks=[pytest.mark.slow] * (str(fmt) in TABLES[2:] and number > 0))
         for fmt in lowp.FORMATS
         for number, mode in enumerate(MODES)
     ],
 )
 every_mode = pytest.mark.parametrize("mode", MODES)
-known_bug = pytest.mark.xfail(strict=True, reason="reported to the author; drop this mark when fixed")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -106,7 +103,7 @@ def test_shapes_and_dtypes(dtype, shape, name):
 @pytest.mark.parametrize("mode", DETERMINISTIC)
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "int8", "posit8", "nf4", "e7m0"])
 def test_every_dtype_equals_the_reference(dtype, mode, name):
-    x, fmt = with_nan(numbers(dtype, count=100)), lowp.format(name)
+    x, fmt = with_nan(numbers(dtype, count=40)), lowp.format(name)
     want = [reference.round(value, fmt, mode) for value in x.tolist()]
     assert_same(lowp.quantize(x, name, mode), torch.tensor(want, dtype=torch.float64).to(dtype))
     codes = [reference.encode(value, fmt, mode, nan="zero") for value in x.tolist()]
@@ -231,7 +228,7 @@ NOT_DENSE = ("every_third", "columns", "rows_and_columns", "diagonal", "one_row_
 @pytest.mark.parametrize(
     ("name", "mode", "x_view"),
     [
-        pytest.param(name, mode, view, marks=[known_bug] * (name == "e4m3fn" and mode == "nearest" and view in NOT_DENSE))
+        pytest.param(name, mode, view)
         for name in ("e4m3fn", "mxfp4")
         for mode in ("nearest", "stochastic")
         for view in VIEWS
@@ -251,10 +248,7 @@ def test_out_with_the_inputs_own_strides(x_view, name, mode):
 
 @pytest.mark.parametrize(
     "view",
-    [
-        pytest.param(view, marks=[known_bug] * (view in NOT_DENSE))
-        for view in ("transposed", "permuted", "every_third", "columns", "offset", "diagonal")
-    ],
+    [pytest.param(view) for view in ("transposed", "permuted", "every_third", "columns", "offset", "diagonal")],
 )
 def test_out_in_place_on_a_view(view):
     memory = base()
@@ -345,10 +339,7 @@ OUT_ERRORS = {
 
 @pytest.mark.parametrize(
     "call",
-    [
-        pytest.param(call, id=name, marks=[known_bug] * (name in ("packed_shape", "packed_dtype", "decode_block")))
-        for name, call in OUT_ERRORS.items()
-    ],
+    [pytest.param(call, id=name) for name, call in OUT_ERRORS.items()],
 )
 def test_out_of_the_wrong_kind(call):
     with pytest.raises(
@@ -430,7 +421,6 @@ def test_errors_speak(call, kind, text):
         call()
 
 
-@known_bug
 @pytest.mark.parametrize("seed", [1.5, "a", torch.tensor(1.0), torch.tensor([1, 2])], ids=repr)
 def test_a_seed_that_is_no_integer(seed):
     with pytest.raises((TypeError, ValueError), match="seed"):
@@ -441,10 +431,10 @@ def test_a_seed_that_is_no_integer(seed):
     ("arguments", "text"),
     [
         ({"forward": "e4m3fm"}, "unknown format"),
-        pytest.param({"backward": "e4m3fm"}, "unknown format", marks=known_bug),
+        pytest.param({"backward": "e4m3fm"}, "unknown format"),
         ({"forward": "e5m2", "rounding": "bogus"}, "unknown rounding"),
-        pytest.param({"backward": "e5m2", "backward_rounding": "bogus"}, "unknown rounding", marks=known_bug),
-        pytest.param({"forward": "e5m2", "seed": 3}, "seed is for stochastic rounding", marks=known_bug),
+        pytest.param({"backward": "e5m2", "backward_rounding": "bogus"}, "unknown rounding"),
+        pytest.param({"forward": "e5m2", "seed": 3}, "seed is for stochastic rounding"),
     ],
     ids=str,
 )
@@ -454,7 +444,7 @@ def test_fake_quantize_finds_mistakes_at_once(arguments, text):
 
 
 @pytest.mark.parametrize("x", [[1.0], torch.arange(3)], ids=["list", "integers"])
-@pytest.mark.parametrize("name", [pytest.param(None, marks=known_bug), "e4m3fn"])
+@pytest.mark.parametrize("name", [pytest.param(None), "e4m3fn"])
 def test_fake_quantize_takes_floating_point_tensors(x, name):
     with pytest.raises(TypeError, match="takes"):
         lowp.fake_quantize(x, name)
@@ -466,7 +456,7 @@ def test_fake_quantize_takes_floating_point_tensors(x, name):
 @every_format
 def test_quantize_keeps_nan(fmt):
     x = torch.tensor([math.nan, 1.0, -math.nan])
-    for mode in ("nearest", "stochastic"):
+    for mode in ("nearest",) if str(fmt) in TABLES[2:] else ("nearest", "stochastic"):
         assert lowp.quantize(x, fmt, mode, **options(mode)).isnan().tolist() == [True, False, True]
 
 
@@ -553,6 +543,8 @@ def around_the_largest(fmt) -> torch.Tensor:
 @every_plain_format
 @pytest.mark.parametrize("saturate", [False, True], ids=["", "saturate"])
 def test_overflow_equals_the_reference(fmt, saturate):
+    if saturate and str(fmt) in TABLES[2:]:
+        return  # codebooks end at their largest value anyway; one of them, dynamic8, is enough
     x = around_the_largest(fmt)
     for mode in DETERMINISTIC[: 1 if str(fmt) in TABLES else None]:
         check_overflow(x, fmt, mode, saturate)
@@ -899,7 +891,6 @@ def test_subclasses_see_every_operation_and_survive(name):
     assert_same(got.as_subclass(torch.Tensor), lowp.quantize(base(), name))
 
 
-@known_bug
 @pytest.mark.parametrize("name", ["e4m3fn", "mxfp4"])
 def test_negative_views(name):
     """The imaginary part of a conjugate is real, with torch's lazy minus sign on it."""
@@ -996,16 +987,12 @@ def test_flushing_subnormals_changes_nothing(flushed, name, mode):
         check_flushed(flushed, name, mode, dtype)
 
 
-NOTICED = {("nf4", "to_odd")} | {(name, mode) for name in FLUSHED[-2:] for mode in ("up", "down", "to_odd")}
+NOTICED = {("nf4", "to_odd")}
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=[known_bug] * ((name, mode) in NOTICED), id=f"{name}-{mode}")
-        for name in FLUSHED
-        for mode in MODES
-    ],
+    [pytest.param(name, mode, id=f"{name}-{mode}") for name in FLUSHED for mode in MODES],
 )
 def test_flushing_float64s_subnormals_changes_nothing(flushed, name, mode):
     check_flushed(flushed, name, mode, torch.float64)

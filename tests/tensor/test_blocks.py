@@ -17,7 +17,6 @@ BLOCKS = (*REGISTERED, *(lowp.format(text) for text in OTHERS))
 MX = tuple(fmt for fmt in REGISTERED if fmt.power_of_two_scale)
 DETERMINISTIC = tuple(mode.value for mode in lowp.Rounding if mode.value != "stochastic")
 
-known_bug = pytest.mark.xfail(strict=True, reason="reported to the author; drop this mark when fixed")
 every_block = pytest.mark.parametrize("fmt", BLOCKS, ids=str)
 every_mx = pytest.mark.parametrize("fmt", MX, ids=str)
 
@@ -322,8 +321,8 @@ ERRORS = [
     (lambda: _with(scales=torch.zeros(3, dtype=torch.uint8)), ValueError, r"mxfp4 needs scales of shape \(2,\) .* not \(3,\)"),
     (lambda: _with(scales=torch.zeros(2)), TypeError, r"codes of mxfp4 are torch\.uint8 elements and torch\.uint8 scales"),
     (lambda: _with(elements=torch.zeros(40)), TypeError, r"codes of mxfp4 are torch\.uint8 elements"),
-    pytest.param(lambda: _with(tensor_scale=torch.tensor(2.0)), ValueError, r"tensor.scale", marks=known_bug),
-    pytest.param(lambda: _with("nvfp4", tensor_scale=None), ValueError, r"tensor.scale", marks=known_bug),
+    pytest.param(lambda: _with(tensor_scale=torch.tensor(2.0)), ValueError, r"tensor.scale"),
+    pytest.param(lambda: _with("nvfp4", tensor_scale=None), ValueError, r"tensor.scale"),
     (lambda: lowp.decode(lowp.encode(ONES, "mxfp4"), "mxfp4", size=40), ValueError, r"40 codes of 4 bits are 20 bytes"),
     (lambda: lowp.encode(torch.tensor(1.0), "mxfp4", pack=True), ValueError, r"at least one dimension"),
     (lambda: lowp.quantize(ONES, "block(e2m1fn, 0, fp32)"), ValueError, r"block size 0 is outside 1\.\."),

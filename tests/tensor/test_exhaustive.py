@@ -1,4 +1,4 @@
-"""Bit for bit: every float16 and every bfloat16 number, every format of up to 16 bits, every mode; and every step for 32 and 64 bits."""
+"""Bit for bit: every float16 and bfloat16 number, every format of up to 16 bits, every mode; every step for 32 and 64 bits."""
 
 import math
 from fractions import Fraction
@@ -79,7 +79,7 @@ def test_all_16_bit_numbers_saturating(fmt, dtype):
 
 
 def edge_numbers(fmt, dtype):
-    """Every neighbour and tie of a format and the numbers beside them in `dtype`, its overflow threshold, and dtype's own edges."""
+    """Every neighbour and tie of a format and the numbers beside them in `dtype`, overflow's too, and dtype's own edges."""
     points = []
     for negative in (False, True):
         for value in fmt.values:

@@ -1,4 +1,4 @@
-"""Stochastic rounding: right on average, down to far under the smallest value; independent draws; the same noise however it is cut."""
+"""Stochastic rounding: right on average, even far under the smallest value; independent draws; the same noise however cut."""
 
 import math
 
@@ -39,13 +39,13 @@ def test_frequency_of_rounding_up(name, sign):
             assert within_five_sigma(up_frequency(x, low, fmt, seed=index * 100 + sign), share), (low, high, position)
 
 
-@pytest.mark.parametrize("power", [1, 6, 12, 18])
+@pytest.mark.parametrize("power", [1, 7, 14])
 @pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "int8", "posit8", "dynamic8"])
 def test_far_under_the_smallest_value(name, power):
     """The mean is kept where nearest rounding gives nothing at all."""
     fmt = format(name)
     share = 2.0**-power
-    count = 1 << 22
+    count = 1 << 20
     assert within_five_sigma(up_frequency(fmt.smallest * share, 0.0, fmt, seed=power, count=count), share, count)
 
 

@@ -52,7 +52,7 @@ def test_nan_stays_nan(fmt):
 
 @pytest.mark.parametrize("fmt", NUMBERS, ids=str)
 def test_minus_zero(fmt):
-    tiny = -(2.0**-149) if fmt.family != "posit" and fmt.has_zero and not str(fmt) == "fp32" else -0.0
+    tiny = -(2.0**-149) if fmt.family != "posit" and fmt.has_zero and str(fmt) != "fp32" else -0.0
     result = lowp.quantize(torch.tensor([-0.0, tiny]), fmt)
     if not fmt.has_zero:
         assert result.isnan().all()

@@ -46,6 +46,8 @@ class FloatFormat(Format):
             )
         if self.specials is Specials.FNUZ and not self.signed:
             raise ValueError("an fnuz format keeps NaN in the code of minus zero, so it cannot be unsigned")
+        if self.specials is Specials.FNUZ and not self.zero:
+            raise ValueError("an fnuz format keeps NaN in the code of minus zero, so it cannot do without zero")
         if self.subnormals and not self.zero:
             raise ValueError("a format without zero has no subnormals")
         if self.bias is None:

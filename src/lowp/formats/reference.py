@@ -156,7 +156,7 @@ def round(
     if x == 0:
         return _zero(fmt, negative)
     if negative and not fmt.signed:
-        return math.nan if fmt.has_nan else 0.0
+        return math.nan if fmt.has_nan else _zero(fmt, False)
     if math.isinf(x):
         return _largest(fmt, negative) if saturate else _overflow(fmt, negative, infinite=True)
     magnitude = abs(Fraction(x))
@@ -204,7 +204,7 @@ def encode(
             return fmt.nan_code | (sign_bit if isinstance(fmt, FloatFormat) else 0)
         if nan == "raise":
             raise ValueError(f"{fmt} has no NaN; say nan='zero' or nan='saturate'")
-        value, negative = (0.0, False) if nan == "zero" else (_largest(fmt, negative), negative)
+        value, negative = (_zero(fmt, False), False) if nan == "zero" else (_largest(fmt, negative), negative and fmt.signed)
     if math.isinf(value):
         assert fmt.inf_code is not None
         return fmt.inf_code | sign_bit

@@ -72,6 +72,8 @@ def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | 
     elements = codes.elements if size is None else unpack(codes.elements, fmt.element, size)
     if elements.dtype != code_dtype(fmt.element) or codes.scales.dtype != code_dtype(fmt.scale):
         raise TypeError(f"codes of {fmt} are {code_dtype(fmt.element)} elements and {code_dtype(fmt.scale)} scales")
+    if (codes.tensor_scale is None) == fmt.tensor_scale:
+        raise ValueError(f"{fmt} {'needs a' if fmt.tensor_scale else 'has no'} tensor_scale")
     rows = elements.reshape(1) if elements.dim() == 0 else elements
     expected = (*rows.shape[:-1], -(-rows.shape[-1] // fmt.size))
     if codes.scales.shape != expected:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from lowp.formats.base import Format
 from lowp.formats.fixed import FixedFormat
@@ -88,7 +89,7 @@ F32, F64 = CARRIERS[torch.float32], CARRIERS[torch.float64]
 FORMAT_OF_DTYPE = {torch.float16: FP16, torch.bfloat16: BF16, torch.float32: FP32}
 
 
-def is_grid(fmt: Format) -> bool:
+def is_grid(fmt: Format) -> TypeIs[FloatFormat | FixedFormat]:
     """Is the format a plain grid: a signed float with subnormals, or fixed point (which is all subnormals)?"""
     return isinstance(fmt, FixedFormat) or (isinstance(fmt, FloatFormat) and fmt.signed and fmt.subnormals)
 
@@ -119,7 +120,7 @@ def carrier_for(fmt: Format, dtype: torch.dtype) -> Carrier:
     own = CARRIERS[dtype]
     if is_grid(fmt):
         wider = [c for c in (own, F32, F64) if c.fraction_bits >= own.fraction_bits]
-        return next(c for c in wider if grid_fits(fmt, c))  # type: ignore[arg-type]
+        return next(c for c in wider if grid_fits(fmt, c))
     if isinstance(fmt, PositFormat):
         fits = fmt.max <= 2.0**F32.max_exponent and fmt.exponent_size <= 6
     else:

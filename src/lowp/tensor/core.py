@@ -7,8 +7,9 @@ and the tensors of `operation.tables`.
 """
 
 import math
+import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from torch import Tensor
 from lowp.formats import reference
 from lowp.formats.base import Format, Rounding
 from lowp.formats.posit import PositFormat
-from lowp.tensor import grid, posit
+from lowp.tensor import grid as grids
+from lowp.tensor import posit as posits
 from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier_for, grid_fits, is_grid
 from lowp.tensor.noise import draw
-from lowp.tensor.table import Table, bits_of_number, goes_up, number_of_bits, staircase, to_float64
+from lowp.tensor.table import Staircase, Table, bits_of_number, goes_up, number_of_bits, staircase
 
 Tables = tuple[Tensor, ...]
 
@@ -36,7 +38,7 @@ def code_storage(fmt: Format) -> torch.dtype:
 
 # Dtypes are formats like any other: the constants for reading one in a wider carrier, and for rounding a wider one to it.
 _WIDEN = {
-    (narrow, wide): grid.grid(FORMAT_OF_DTYPE[narrow], CARRIERS[wide], Rounding.NEAREST, False)
+    (narrow, wide): grids.grid(FORMAT_OF_DTYPE[narrow], CARRIERS[wide], Rounding.NEAREST, False)
     for narrow in FORMAT_OF_DTYPE
     for wide in (torch.float32, torch.float64)
     if narrow != wide
@@ -48,9 +50,9 @@ def convert(bits: Tensor, source: Carrier, target: Carrier) -> Tensor:
     if source.dtype == target.dtype:
         return bits
     if (source.dtype, target.dtype) in _WIDEN:
-        return grid.decode(bits.to(target.compute), _WIDEN[source.dtype, target.dtype])
+        return grids.decode(bits.to(target.compute), _WIDEN[source.dtype, target.dtype])
     if (target.dtype, source.dtype) in _WIDEN:
-        return grid.encode(bits, _WIDEN[target.dtype, source.dtype], None, "raise").to(target.compute)
+        return grids.encode(bits, _WIDEN[target.dtype, source.dtype], None, "raise").to(target.compute)
     return convert(convert(bits, source, F32), F32, target)  # float16 and bfloat16: neither holds the other
 
 
@@ -65,10 +67,12 @@ def _stored_bits(value: float, carrier: Carrier) -> int:
     """A number's bits in a carrier, as a signed integer, rounded to nearest if need be: a dtype's bits are its codes."""
     if carrier.dtype == torch.float64:
         return bits_of_number(value, carrier)
-    if carrier.dtype == torch.float32 and 2.0**-100 < abs(value) < 2.0**100:  # the quick way, for the many values of posits
-        bits = bits_of_number(value, carrier)
-        if number_of_bits(bits & carrier.magnitude, carrier) == abs(value):
-            return bits
+    if 2.0**-24 <= abs(value) < 65504:  # the quick ways, for the many values of posits
+        if carrier.dtype == torch.float16:
+            return struct.unpack("<h", struct.pack("<e", value))[0]
+        bits = bits_of_number(value, F32)
+        if number_of_bits(bits & F32.magnitude, F32) == abs(value):
+            return bits if carrier.dtype == torch.float32 else (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # bfloat16
     width = carrier.storage.itemsize * 8
     code = reference.encode(value, FORMAT_OF_DTYPE[carrier.dtype])
     return code - (code >> (width - 1) << width)
@@ -89,22 +93,33 @@ class _Rounder:
     mode: Rounding
     saturate: bool
 
-    def __post_init__(self) -> None:
-        """Everything that follows from the fields and that a compiler should see as plain attributes."""
-        carrier = carrier_for(self.fmt, self.dtype)
-        constants = grid.grid(self.fmt, carrier, self.mode, self.saturate) if is_grid(self.fmt) else None
-        stairs = None
-        if constants is None and not isinstance(self.fmt, PositFormat):
-            stairs = staircase(self.fmt, carrier, self.mode, self.saturate)
-        for name, value in {
-            "own": CARRIERS[self.dtype],
-            "carrier": carrier,
-            "grid": constants,
-            "posit": posit.Shape.of(self.fmt, carrier) if isinstance(self.fmt, PositFormat) else None,
-            "stairs": stairs,
-            "stochastic": self.mode is Rounding.STOCHASTIC,
-        }.items():
-            object.__setattr__(self, name, value)
+    @cached_property
+    def own(self) -> Carrier:
+        return CARRIERS[self.dtype]
+
+    @cached_property
+    def carrier(self) -> Carrier:
+        return carrier_for(self.fmt, self.dtype)
+
+    @cached_property
+    def grid(self) -> grids.Grid | None:
+        return grids.grid(self.fmt, self.carrier, self.mode, self.saturate) if is_grid(self.fmt) else None
+
+    @cached_property
+    def posit(self) -> posits.Shape | None:
+        return posits.Shape.of(self.fmt, self.carrier) if isinstance(self.fmt, PositFormat) else None
+
+    @cached_property
+    def stairs(self) -> Staircase | None:
+        """For table formats. Stochastic and to odd start toward zero and may then go one entry up."""
+        if self.grid is not None or self.posit is not None:
+            return None
+        walk = Rounding.TOWARD_ZERO if self.mode in (Rounding.STOCHASTIC, Rounding.TO_ODD) else self.mode
+        return staircase(self.fmt, self.carrier, walk, self.saturate)
+
+    @property
+    def stochastic(self) -> bool:
+        return self.mode is Rounding.STOCHASTIC
 
     def _enter(self, stored: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
         bits = convert(self.own.bits(stored), self.own, self.carrier)
@@ -117,24 +132,26 @@ class _Rounder:
 
     def _entry(self, bits: Tensor, noise: Tensor | None, tables: Tables) -> Tensor:
         """The entry of the staircase that each number is rounded to."""
+        assert self.stairs is not None
         magnitude, negative = self._split(bits)
         entry = self.stairs.find(magnitude, negative, tables)
         low, high, even = tables[4:]
         if noise is not None:
             up = goes_up(magnitude, low[entry], high[entry], noise, self.carrier)
         elif self.mode is Rounding.TO_ODD:
-            up = (to_float64(magnitude, self.carrier) > low[entry]) & even[entry]
+            up = (magnitude > (tables[2][entry] & self.carrier.magnitude)) & even[entry]
         else:
             return entry
         return entry + up.to(entry.dtype)
 
     def _posit_code(self, bits: Tensor, noise: Tensor | None, tables: Tables) -> Tensor:
+        assert self.posit is not None
         magnitude, negative = self._split(bits)
-        rank = posit.rank(magnitude, negative, self.posit, Rounding.TOWARD_ZERO if self.stochastic else self.mode)
+        rank = posits.rank(magnitude, negative, self.posit, Rounding.TOWARD_ZERO if self.stochastic else self.mode)
         if noise is not None:
             values = tables[-1]
             rank = rank + goes_up(magnitude, values[rank], values[rank + 1], noise, self.carrier).to(rank.dtype)
-        code = posit.code_of_rank(rank, negative, self.posit)
+        code = posits.code_of_rank(rank, negative, self.posit)
         lowest_nan = self.carrier.infinity + self.saturate  # an infinity is NaR, unless it saturates
         return torch.where((bits & self.carrier.magnitude) >= lowest_nan, torch.full_like(code, self.posit.nan_code), code)
 
@@ -143,7 +160,7 @@ class _Rounder:
         """None for a grid; a posit's neighbours where they are needed; a staircase."""
         if self.stairs is not None:
             return self.stairs.tables
-        return (_posit_gaps(self.fmt),) if self.posit is not None and self.stochastic else ()
+        return (_posit_gaps(self.fmt),) if isinstance(self.fmt, PositFormat) and self.stochastic else ()
 
 
 @dataclass(frozen=True)
@@ -152,13 +169,17 @@ class Quantize(_Rounder):
 
     out_dtype: torch.dtype
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "target", CARRIERS[self.out_dtype])
-        on_gpu = None
-        if self.grid is not None and self.dtype != torch.float64 and grid_fits(self.fmt, F32):
-            on_gpu = grid.grid(self.fmt, F32, self.mode, self.saturate)
-        object.__setattr__(self, "float_grid", on_gpu if on_gpu is not None and on_gpu.ties_in_floats else None)
+    @cached_property
+    def target(self) -> Carrier:
+        return CARRIERS[self.out_dtype]
+
+    @cached_property
+    def float_grid(self) -> grids.Grid | None:
+        """Where floats can do the rounding on a GPU: the constants for it."""
+        if self.dtype == torch.float64 or not is_grid(self.fmt) or not grid_fits(self.fmt, F32):
+            return None
+        constants = grids.grid(self.fmt, F32, self.mode, self.saturate)
+        return constants if constants.ties_in_floats else None
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -168,11 +189,11 @@ class Quantize(_Rounder):
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
         if self.float_grid is not None and stored.device.type == "cuda":
-            numbers = grid.nearest_in_floats(stored.view(self.dtype).to(torch.float32), self.float_grid)
+            numbers = grids.nearest_in_floats(stored.view(self.dtype).to(torch.float32), self.float_grid)
             return numbers.to(self.out_dtype).view(self.target.storage)
         bits, noise = self._enter(stored, key)
         if self.grid is not None:
-            result = grid.quantize(bits, self.grid, noise)
+            result = grids.quantize(bits, self.grid, noise)
         else:
             if self.posit is not None:
                 result = tables[0][self._posit_code(bits, noise, tables)]
@@ -188,15 +209,18 @@ class Encode(_Rounder):
 
     nan_to: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "storage", code_storage(self.fmt))
-        object.__setattr__(self, "nan_codes", _nan_codes(self.fmt, self.nan_to))
+    @cached_property
+    def storage(self) -> torch.dtype:
+        return code_storage(self.fmt)
+
+    @cached_property
+    def nan_codes(self) -> tuple[int, int]:
+        return _nan_codes(self.fmt, self.nan_to)
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
         bits, noise = self._enter(stored, key)
         if self.grid is not None:
-            code = grid.encode(bits, self.grid, noise, self.nan_to)
+            code = grids.encode(bits, self.grid, noise, self.nan_to)
         elif self.posit is not None:
             code = self._posit_code(bits, noise, tables)
         else:
@@ -219,15 +243,22 @@ class Decode:
 
     fmt: Format
     dtype: torch.dtype
-    stochastic = False
 
-    def __post_init__(self) -> None:
-        carrier = carrier_for(self.fmt, self.dtype)
-        constants = grid.grid(self.fmt, carrier, Rounding.NEAREST, False) if is_grid(self.fmt) else None
-        object.__setattr__(self, "carrier", carrier)
-        object.__setattr__(self, "target", CARRIERS[self.dtype])
-        object.__setattr__(self, "grid", constants)
-        object.__setattr__(self, "mask", (1 << self.fmt.bits) - 1)
+    @property
+    def stochastic(self) -> bool:
+        return False
+
+    @cached_property
+    def carrier(self) -> Carrier:
+        return carrier_for(self.fmt, self.dtype)
+
+    @cached_property
+    def target(self) -> Carrier:
+        return CARRIERS[self.dtype]
+
+    @cached_property
+    def grid(self) -> grids.Grid | None:
+        return grids.grid(self.fmt, self.carrier, Rounding.NEAREST, False) if is_grid(self.fmt) else None
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -235,8 +266,8 @@ class Decode:
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
         if self.grid is None:
-            return tables[0][stored.to(torch.int32) & self.mask]
-        bits = grid.decode(stored.to(self.carrier.compute), self.grid)
+            return tables[0][stored.to(torch.int32) & ((1 << self.fmt.bits) - 1)]
+        bits = grids.decode(stored.to(self.carrier.compute), self.grid)
         return self.target.store(convert(bits, self.carrier, self.target))
 
 

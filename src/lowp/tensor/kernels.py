@@ -32,9 +32,15 @@ MAX_ELEMENTS = 1 << 30  # a call: 32-bit indices stay valid in the kernels
 POLICIES = ("auto", "always", "never")
 
 
+def _checked(policy: str) -> str:
+    if policy not in POLICIES:
+        raise ValueError(f"unknown kernel policy {policy!r}; it is one of {', '.join(POLICIES)}")
+    return policy
+
+
 @dataclass
 class _State:
-    policy: str = field(default_factory=lambda: os.environ.get("LOWP_KERNELS", "auto"))
+    policy: str = field(default_factory=lambda: _checked(os.environ.get("LOWP_KERNELS", "auto")))
     kernels: dict[tuple[Operation, torch.device], "Kernel | None"] = field(default_factory=dict)
     small_calls: dict[tuple[Operation, torch.device], int] = field(default_factory=dict)
     build_seconds: list[float] = field(default_factory=list)
@@ -50,9 +56,7 @@ def set_kernel_policy(policy: str) -> None:
 
     The environment variable LOWP_KERNELS sets it at start. Results are the same bit for bit in every case.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"unknown kernel policy {policy!r}; it is one of {', '.join(POLICIES)}")
-    _state.policy = policy
+    _state.policy = _checked(policy)
 
 
 def kernel_info() -> dict[str, Any]:
@@ -208,10 +212,15 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
         arguments += [fake(example(target_dtype), True)]
         with mode:
             graph = make_fx(kernel, decomposition_table=select_decomp_table())(*arguments)
-        # Indices into our tables are right by construction. Without inductor's own vectors the C++ compiler finds the gather
-        # instructions, which is faster. Everything else about the user's settings stays.
-        settings = {"assert_indirect_indexing": False, "cpp_wrapper": False, "triton.cudagraphs": False, "freezing": False}
-        if tables:
+        # Indices into our tables are right by construction. Where most of the work is looking up, the C++ compiler does it
+        # with gather instructions if inductor leaves the vectors to it. Everything else about the user's settings stays.
+        settings: dict[str, Any] = {
+            "assert_indirect_indexing": False,
+            "cpp_wrapper": False,
+            "triton.cudagraphs": False,
+            "freezing": False,
+        }
+        if tables and (isinstance(operation, Decode) or operation.stairs is not None):
             settings["cpp.simdlen"] = 1
         with tracing(TracingContext(mode)), config.patch(settings):
             return compile_fx_inner(graph, arguments)

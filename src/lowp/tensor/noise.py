@@ -39,7 +39,15 @@ class Noise:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.offset, int) and self.offset < 0:
+        for name, part in (("seed", self.seed), ("step", self.step), ("stream", self.stream), ("offset", self.offset)):
+            if isinstance(part, Tensor) and name in ("seed", "step"):
+                if part.numel() != 1 or part.is_floating_point() or part.is_complex():
+                    raise TypeError(f"{name} must be an integer or an integer tensor of one element, not {part.dtype}")
+            elif not isinstance(part, (int, torch.SymInt)):
+                raise TypeError(f"{name} must be an integer, not {type(part).__name__}")
+            elif not -(1 << 63) <= part < 1 << 64:
+                raise ValueError(f"{name} is a number of up to 64 bits, not {part}")
+        if self.offset < 0:
             raise ValueError(f"offset counts elements and cannot be {self.offset}")
 
 
@@ -62,14 +70,33 @@ def key_words(noise: Noise, block: int = 0) -> list[Word]:
 
 def key_tensor(noise: Noise, first: int, device: torch.device) -> Tensor:
     """The keys of the rounds for elements from index `first` on (all of one block), and the index of `first` in its block."""
-    block, low = divmod(noise.offset + first, _INDICES)
-    if any(isinstance(part, torch.SymInt) for part in (noise.seed, noise.step)):  # a compiled function's changing integers
-        noise = Noise(_as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream, noise.offset)
-    key = key_words(noise, block)
-    words = [*(key[i % 4] ^ constant for i, constant in enumerate(_ROUNDS[:_DRAW_ROUNDS])), low]
     if isinstance(noise.seed, Tensor) or isinstance(noise.step, Tensor):
-        return torch.stack([_as_int64(word, device) for word in words]).to(torch.int32)
+        block, low = divmod(noise.offset + first, _INDICES)
+        wide = Noise(_as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream)
+        return torch.stack([_as_int64(word, device) for word in _round_keys(wide, block, low)]).to(torch.int32)
+    if any(isinstance(part, torch.SymInt) for part in (noise.seed, noise.step, noise.stream, noise.offset)):
+        return _key_of_integers(noise.seed, noise.step, noise.stream, noise.offset + first, device)
+    block, low = divmod(noise.offset + first, _INDICES)
+    words = _round_keys(noise, block, low)
+    if device.type == "cuda":  # from pinned memory, or the host would wait for the device
+        return torch.tensor(words, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(words, dtype=torch.int32, device=device)
+
+
+def _round_keys(noise: Noise, block: int, low: int) -> list[Word]:
+    key = key_words(noise, block)
+    return [*(key[i % 4] ^ constant for i, constant in enumerate(_ROUNDS[:_DRAW_ROUNDS])), low]
+
+
+@torch.library.custom_op("lowp::noise_key", mutates_args=())
+def _key_of_integers(seed: int, step: int, stream: int, first: int, device: torch.device) -> Tensor:
+    """A compiled function's changing integers: one small call in its graph; the arithmetic would be a hundred operations."""
+    return key_tensor(Noise(seed, step, stream, first), 0, device)
+
+
+@_key_of_integers.register_fake
+def _(seed: int, step: int, stream: int, first: int, device: torch.device) -> Tensor:
+    return torch.empty(KEY_SIZE, dtype=torch.int32, device=device)
 
 
 def _as_int64(value: "int | Tensor", device: torch.device) -> Tensor:

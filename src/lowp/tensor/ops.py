@@ -56,6 +56,7 @@ def quantize(
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
         return _write(out, _quantize_in_graph(x, _name(format), rounding, saturate, *_seed_parts(seed)))
     fmt, noise = _check(x, format, rounding, seed, "quantize")
+    x = x.resolve_neg()
     if out is not None:
         _check_out(out, x.shape, x.device, CARRIERS)
     if isinstance(fmt, BlockFormat):
@@ -82,6 +83,7 @@ def encode(
 
     Args:
         x, format, rounding, saturate, seed: as for `quantize`.
+        pack: has no effect on formats of 8 bits and more. `decode` must be told the `size` of what was packed.
         nan: what NaN becomes in a format that has none: "raise" an error (which has to look at the data, so on CUDA it waits
             for it; `out` may be written in part), "zero", or "saturate" (the largest value of its sign).
         out: a tensor of the codes' dtype and shape to write to (not for block formats).
@@ -90,6 +92,7 @@ def encode(
         codes = _encode_in_graph(x, _name(format), rounding, saturate, nan, pack, *_seed_parts(seed))
         return BlockCodes(*codes) if isinstance(codes, tuple) else _write(out, codes)
     fmt, noise = _check(x, format, rounding, seed, "encode")
+    x = x.resolve_neg()
     if nan not in ("raise", "zero", "saturate"):
         raise ValueError(f"unknown nan={nan!r}; it is 'raise', 'zero' or 'saturate'")
     strict = nan == "raise" and not fmt.has_nan
@@ -130,7 +133,7 @@ def decode(
     if dtype not in CARRIERS:
         raise TypeError(f"decode gives float64, float32, float16 or bfloat16, not {dtype}")
     if isinstance(fmt, BlockFormat):
-        return _write(out, block.decode(codes, fmt, dtype, size))
+        return _write(out, block.decode(codes, fmt, dtype, size))  # type: ignore[arg-type]  # it checks
     if not isinstance(codes, Tensor) or codes.dtype != code_dtype(fmt):
         found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"codes of {fmt} are {code_dtype(fmt)} tensors, not {found}")
@@ -147,8 +150,8 @@ def _check(x: Tensor, format: Any, rounding: str, seed: Seed | None, name: str) 
         raise TypeError(f"{name} takes a tensor, not {type(x).__name__}")
     if x.dtype not in CARRIERS:
         raise TypeError(f"{name} takes float64, float32, float16 or bfloat16 tensors, not {x.dtype}")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name} takes dense tensors, not {x.layout}")
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"{name} takes dense tensors, not {'nested ones' if x.is_nested else x.layout}")
     if rounding not in _MODES:
         raise ValueError(f"unknown rounding {rounding!r}; it is one of {', '.join(_MODES)}")
     if rounding != "stochastic":
@@ -164,6 +167,8 @@ _MODES = tuple(mode.value for mode in Rounding)
 
 
 def _check_out(out: Tensor, shape: torch.Size, device: torch.device, dtypes: Any) -> None:
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out must be a tensor, not {type(out).__name__}")
     if out.shape != shape or out.device != device or out.dtype not in dtypes:
         allowed = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(
@@ -176,7 +181,7 @@ def _check_out(out: Tensor, shape: torch.Size, device: torch.device, dtypes: Any
 def _refuse_nan(x: Tensor, fmt: AnyFormat) -> None:
     """Raise if any element is NaN. The maximum is NaN if one element is: one pass, no mask in memory."""
     message = f"x holds NaN and {fmt} has none; say nan='zero' or nan='saturate'"
-    if x.numel() == 0:
+    if x.numel() == 0 or x.is_meta:
         return
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         torch._assert_async(~x.detach().amax().isnan(), message)
@@ -197,8 +202,11 @@ def _someone_else_in_charge(x: Tensor) -> bool:
     )
 
 
-def _write(out: Tensor | None, result: Any) -> Any:
-    return result if out is None else out.copy_(result)
+def _write(out: Tensor | None, result: Tensor) -> Tensor:
+    if out is None:
+        return result
+    _check_out(out, result.shape, result.device, CARRIERS if result.dtype in CARRIERS else (result.dtype,))
+    return out.copy_(result)
 
 
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -212,12 +220,9 @@ def _apply(
     if _someone_else_in_charge(x):
         return _write(out, apply_inline(operation, x.detach().view(_stored_dtype(x.dtype)), noise).view(dtype))
     x = x.detach()
-    if noise is not None and not x.is_contiguous():
+    if not _is_dense(x) or (noise is not None and not x.is_contiguous()):
         x = x.contiguous()  # noise counts elements in row-major order
-    result = torch.empty_like(x, dtype=dtype) if out is None or not _writes_in_place(x, out) else out
-    if result.stride() != x.stride():
-        x = x.contiguous()  # neither dense nor permuted: gather it first
-        result = torch.empty_like(x, dtype=dtype)
+    result = out if out is not None and _writes_in_place(x, out) else torch.empty_like(x, dtype=dtype)
     stored = _memory(x)
     check = (lambda start, stop: _refuse_nan(stored[start:stop].view(x.dtype), operation.fmt)) if strict else None
     kernels.run(operation, stored, noise, _memory(result), check)
@@ -229,9 +234,14 @@ def _apply(
     return out
 
 
+def _is_dense(x: Tensor) -> bool:
+    """Does the tensor fill its stretch of memory, in whatever order of dimensions?"""
+    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
+
+
 def _writes_in_place(x: Tensor, out: Tensor) -> bool:
-    """May a kernel write to `out` while it reads `x`? They must be laid out alike, and apart or exactly the same."""
-    if out.stride() != x.stride() or type(out) is not Tensor:
+    """May a kernel write to `out` while it reads `x` (dense)? They must be laid out alike, and apart or exactly the same."""
+    if out.stride() != x.stride() or type(out) is not Tensor or out.is_neg():
         return False
     same = out.data_ptr() == x.data_ptr() and out.dtype == x.dtype
     return same or not torch._C._overlaps(x, out)
@@ -294,7 +304,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        # Straight through once more, so that second derivatives are what they would be without quantizers.
+        # Straight through once more: second derivatives exist, and are rounded as the gradient is.
         return _FakeQuantize.apply(gradient, ctx.backward_arguments, None), None, None  # type: ignore[return-value]
 
 
@@ -317,6 +327,13 @@ def fake_quantize(
         seed: for stochastic rounding. The gradient draws from the next stream, so that the two are independent.
     """
     backward_rounding = backward_rounding or rounding
+    if not torch.compiler.is_dynamo_compiling():  # mistakes in what backward will do are found here, not there
+        for mode in (rounding, backward_rounding):
+            _check(x, "fp32", mode, seed if mode == "stochastic" else None, "fake_quantize")
+        for format in (forward, backward):
+            parse_format("fp32" if format is None else format)
+        if seed is not None and "stochastic" not in (rounding, backward_rounding):
+            raise ValueError(f"seed is for stochastic rounding; {rounding!r} draws nothing")
     noise = seed if isinstance(seed, Noise) or seed is None else Noise(seed)
     if "stochastic" in (rounding, backward_rounding) and noise is None:
         raise ValueError("stochastic rounding needs seed=: an integer or lowp.Noise(seed, step, stream, offset)")

@@ -20,8 +20,8 @@ def _group(bits: int) -> tuple[int, int]:
     return codes, codes * bits // 8
 
 
-def _sub_byte_bits(fmt: "str | Format") -> int:
-    fmt = parse_format(fmt)
+def _sub_byte_bits(format: "str | Format") -> int:
+    fmt = parse_format(format)
     if not isinstance(fmt, Format) or fmt.bits > 8:
         raise ValueError(f"packing is for codes of up to 8 bits; {fmt} has {fmt.bits}")
     return fmt.bits
@@ -53,6 +53,8 @@ def unpack(packed: Tensor, format: "str | Format", size: int) -> Tensor:
     bits = _sub_byte_bits(format)
     if packed.dtype != torch.uint8 or packed.dim() == 0:
         raise TypeError(f"packed codes are uint8 tensors of at least one dimension, not {packed.dtype}")
+    if size < 0:
+        raise ValueError(f"size is the number of codes in a row, not {size}")
     if packed.shape[-1] != packed_size(size, bits):
         raise ValueError(
             f"{size} codes of {bits} bits are {packed_size(size, bits)} bytes a row, but the rows here have {packed.shape[-1]}"

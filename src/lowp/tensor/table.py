@@ -102,9 +102,8 @@ def _steps(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, negati
 
 @lru_cache(maxsize=4096)
 def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool) -> Staircase:
-    """The staircase of a format under one mode; for stochastic and to odd, which `goes_up` completes, the one toward zero."""
-    walk = Rounding.TOWARD_ZERO if mode in (Rounding.STOCHASTIC, Rounding.TO_ODD) else mode
-    sides = [_steps(fmt, carrier, walk, saturate, negative) for negative in (False, True)]
+    """The staircase of a format under one mode (not stochastic or to odd: `_Rounder` makes them of the one toward zero)."""
+    sides = [_steps(fmt, carrier, mode, saturate, negative) for negative in (False, True)]
     shift = carrier.fraction_bits
     while any(len({s >> shift for s in steps}) < len(steps) for steps, _ in sides):
         shift -= 1
@@ -123,9 +122,11 @@ def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool) -> 
             step_of_cell.append(at_cell.get(cell, never))
             entry += cell in at_cell
         results += values
-    negative = [side == 1 for side, (_, values) in enumerate(sides) for _ in values]
+    negative = [side == 1 and fmt.signed for side, (_, values) in enumerate(sides) for _ in values]
     gaps = [_gap(value, fmt, below, saturate) for value, below in zip(results, negative, strict=True)]
-    even = [_is_even(value, fmt, below) for value, below in zip(results, negative, strict=True)]
+    even = [
+        low < math.inf and _is_even(value, fmt, below) for value, below, (low, _) in zip(results, negative, gaps, strict=True)
+    ]
     tables = (
         Table(entry_of_cell, carrier.compute),
         Table(step_of_cell, carrier.compute),
