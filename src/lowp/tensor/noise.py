@@ -77,10 +77,7 @@ def key_tensor(noise: Noise, first: int, device: torch.device) -> Tensor:
     if any(isinstance(part, torch.SymInt) for part in (noise.seed, noise.step, noise.stream, noise.offset)):
         return _key_of_integers(noise.seed, noise.step, noise.stream, noise.offset + first, device)
     block, low = divmod(noise.offset + first, _INDICES)
-    words = _round_keys(noise, block, low)
-    if device.type == "cuda":  # from pinned memory, or the host would wait for the device
-        return torch.tensor(words, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
-    return torch.tensor(words, dtype=torch.int32, device=device)
+    return torch.tensor(_round_keys(noise, block, low), dtype=torch.int32, device=device)
 
 
 def _round_keys(noise: Noise, block: int, low: int) -> list[Word]:
