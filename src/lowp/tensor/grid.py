@@ -9,7 +9,6 @@ and one more for each binade that the magnitude lies under `emin`; a carry into 
 """
 
 import math
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +20,7 @@ from lowp.formats.fixed import FixedFormat
 from lowp.formats.floats import FloatFormat, Specials
 from lowp.tensor.carrier import F64, Carrier, grid_shape
 from lowp.tensor.rounding import away_from_zero, cut, first_above_zero
+from lowp.tensor.table import number_of_bits
 
 GridFormat = FloatFormat | FixedFormat
 
@@ -47,7 +47,7 @@ class Grid:
     infinity_bits: int
     smallest_bits: int
     half_smallest_bits: int
-    flips_parity: bool  # see `quantize`
+    flips_parity: bool  # see `_is_odd`
 
     @property
     def dropped(self) -> int:
@@ -305,17 +305,13 @@ def nearest_in_floats(x: Tensor, g: Grid) -> Tensor:
     one -= one >> 31 << 32  # as a signed integer; the difference wraps around, which is well defined on a GPU
     inverse = (torch.full_like(binade, one) - binade).view(c.dtype)
     result = torch.round(x * inverse) * (binade - (g.mantissa_bits << c.fraction_bits)).view(c.dtype)
-    largest = _number(g.max_bits)
+    largest = number_of_bits(g.max_bits, c)
     if g.overflow_code == g.max_code:
         result = result.clamp(-largest, largest)
     else:
         beyond = math.inf if g.overflow_code == g.inf_code else math.nan
         result = torch.where(result.abs() > largest, result * beyond, result)
     return result if g.has_negative_zero else torch.where(result == 0, torch.zeros_like(result), result)
-
-
-def _number(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<i", bits))[0]
 
 
 def _stochastic_steps(steps: Tensor, noise: Tensor | None, g: Grid) -> Tensor:
