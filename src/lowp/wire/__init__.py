@@ -1,0 +1,1 @@
+"""Tensors between ranks: codecs, scaling, reductions, hooks, real and virtual worlds."""

@@ -1,0 +1,90 @@
+"""`reduction="auto"`: measure the link, and compress only where that is faster."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowp.wire.communicator import Communicator
+from lowp.wire.exchange import BucketExchange, State
+from lowp.wire.plan import Layer
+from lowp.wire.pump import Pump
+from lowp.wire.reductions.base import Reduction
+from lowp.wire.reductions.two_shot import TwoShot
+from lowp.wire.report import Meter
+from lowp.wire.settings import Settings
+from lowp.wire.warm_up import warm_up
+
+logger = logging.getLogger("lowp")
+
+ELEMENTS = 1 << 21
+ROUNDS = 3
+GAIN = 1.05  # compression must be this much faster to be worth what it loses
+_chosen: dict[tuple[Any, ...], Reduction | None] = {}
+
+
+def choose(communicator: Communicator, settings: Settings, device: torch.device) -> Reduction | None:
+    """Two-shot, or None where plain float32 is as fast. All ranks come to the same answer: the slowest one's times count.
+
+    The same 8 MB are reduced both ways, three times each, in turns.
+    """
+    known = (communicator.group, settings.describe())
+    if known not in _chosen:
+        if communicator.world == 1:
+            _chosen[known] = None
+            return None
+        plain, compressed = _times(communicator, settings, device)
+        pays = plain > GAIN * compressed
+        _chosen[known] = TwoShot() if pays else None
+        logger.info(
+            "reduction='auto': %d MB took %.1f ms in fp32 and %.1f ms in %s: %s",
+            *(4 * ELEMENTS >> 20, 1e3 * plain, 1e3 * compressed, settings.codec_at(settings.format, 0)),
+            "compressing, two_shot" if pays else "not compressing, gradients travel in fp32",
+        )
+    return _chosen[known]
+
+
+def _times(communicator: Communicator, settings: Settings, device: torch.device) -> tuple[float, float]:
+    numbers = torch.randn(ELEMENTS, device=device)
+    layer = Layer("probe", ELEMENTS, settings.codec_at(settings.format, 0), 0)
+    warm_up({layer.codec}, device)
+
+    def plain() -> None:
+        dist.all_reduce(numbers.clone(), group=communicator.parent)
+
+    def compressed() -> None:
+        _reduce(numbers.clone(), layer, settings, communicator)
+
+    times: dict[Callable[[], None], list[float]] = {plain: [], compressed: []}
+    for number in range(ROUNDS + 1):
+        for way, found in times.items():
+            seconds = _timed(way, device)
+            if number:  # the first is for getting ready
+                found.append(seconds)
+    medians = torch.tensor([statistics.median(found) for found in times.values()], device=device)
+    dist.all_reduce(medians, dist.ReduceOp.MAX, group=communicator.parent)
+    first, second = medians.tolist()
+    return first, second
+
+
+def _reduce(numbers: Tensor, layer: Layer, settings: Settings, communicator: Communicator) -> None:
+    meter, pump = Meter(), Pump(1 if numbers.is_cuda else None)
+    exchange = BucketExchange(
+        numbers, (layer,), settings, TwoShot(), communicator.link, State(), meter, False, lambda marks: None
+    )
+    for part in (lambda: [exchange.prepare()], exchange.jobs):
+        pump.feed(part(), meter)
+        pump.run()
+
+
+def _timed(way: Callable[[], None], device: torch.device) -> float:
+    began = time.perf_counter()
+    way()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began

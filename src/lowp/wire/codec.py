@@ -1,0 +1,192 @@
+"""A codec turns a stretch of numbers into bytes and back: a format, a rounding, a scale, and how many of the numbers to keep.
+
+A message part, for n float32 numbers of one layer:
+
+    payload   codes of the (scaled) numbers; with top-k, the indices of those kept, then their codes
+    header    one byte: the exponent of the scale (`local`), one a block (`block:<n>`), or the peak of what was summed
+              (`none`, `aps_delayed`); none for `aps`, whose exponents were agreed before
+    padding   to a multiple of 8 bytes, so that the next part may be of any dtype
+
+`wire_bytes(n)` is the length of that, and the only place where it is computed.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lowp.formats import AnyFormat, BlockFormat, Rounding
+from lowp.formats import format as parse_format
+from lowp.tensor.noise import Noise
+from lowp.tensor.ops import quantize
+from lowp.wire import scaling
+from lowp.wire.payload import aligned, check_format, get, payload_bytes, put
+from lowp.wire.scaling import NONFINITE, Scale, scale_of
+
+_PIECE = 1 << 16  # elements; an index of a kept number is counted in pieces of this length and takes two bytes
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How numbers travel. `keep` below 1 sends the largest numbers only: that fraction of each layer."""
+
+    format: AnyFormat
+    rounding: str = "nearest"
+    scale: Scale = Scale("local")  # noqa: RUF009  # frozen
+    keep: float = 1.0
+    ranks: int = 1  # of how many ranks' choices there is room for: sums of top-k have numbers wherever one rank kept one
+
+    def __post_init__(self) -> None:
+        check_format(self.format)
+        if self.rounding not in tuple(Rounding):
+            raise ValueError(f"unknown rounding {self.rounding!r}; it is one of {', '.join(Rounding)}")
+        if not 0 < self.keep <= 1:
+            raise ValueError(f"top-k keeps a fraction of the numbers above 0 and up to 1, not {self.keep}")
+
+    def __str__(self) -> str:
+        kept = "" if self.keep == 1 else f"topk:{self.keep:g}:"
+        return f"{kept}{self.format}/{self.scale}" + ("" if self.rounding == "nearest" else f"/{self.rounding}")
+
+    @property
+    def stochastic(self) -> bool:
+        return self.rounding == "stochastic"
+
+    def kept(self, count: int) -> int:
+        """How many of `count` numbers are sent."""
+        return count if self.keep == 1 else min(count, self.ranks * math.ceil(self.keep * count))
+
+    def header_bytes(self, count: int) -> int:
+        if self.scale.kind == "block":
+            return -(-self.kept(count) // self.scale.block)
+        return 0 if self.scale.agreed else 1
+
+    def wire_bytes(self, count: int) -> int:
+        """How many bytes `count` numbers take in one message part."""
+        if count == 0:
+            return 0
+        kept = self.kept(count)
+        return aligned(self._index_bytes(count) + payload_bytes(self.format, kept) + self.header_bytes(count))
+
+    def _index_bytes(self, count: int) -> int:
+        return 0 if self.keep == 1 else aligned(self.kept(count) * (2 if count <= _PIECE else 4))
+
+    def encode(self, numbers: Tensor, out: Tensor, noise: Noise | None = None, peak: Tensor | None = None) -> None:
+        """Write flat float32 `numbers` to `out` (uint8). `peak` is the header of scales that do not compute their own."""
+        count = numbers.numel()
+        if self.keep < 1:
+            indices = _indices_of_largest(numbers, self.kept(count))
+            room = out[: self.kept(count) * (2 if count <= _PIECE else 4)]
+            room.copy_(indices.to(torch.int16 if count <= _PIECE else torch.int32).view(torch.uint8))
+            numbers, out = numbers[indices], out[self._index_bytes(count) :]
+        length = payload_bytes(self.format, numbers.numel())
+        header = out[length : length + self.header_bytes(count)]
+        if self.scale.kind == "local":
+            numbers = self._scaled(numbers, header)
+        elif self.scale.kind == "block":
+            numbers = self._scaled_blocks(numbers, header)
+        elif peak is not None:
+            header.copy_(peak)
+        put(numbers, self.format, self.rounding, noise if self.stochastic else None, out[:length])
+
+    def decode(self, message: Tensor, out: Tensor, peak: Tensor | None = None) -> None:
+        """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite)."""
+        if self.keep == 1:
+            self._decode_dense(message, out, self.header_bytes(out.numel()), peak)
+            return
+        count = out.numel()
+        width = torch.int16 if count <= _PIECE else torch.int32
+        indices = message[: self.kept(count) * width.itemsize].view(width).to(torch.int64)
+        values = out.new_empty(self.kept(count))
+        self._decode_dense(message[self._index_bytes(count) :], values, self.header_bytes(count), peak)
+        out.zero_()
+        out[indices & 0xFFFF if count <= _PIECE else indices] = values
+
+    def _decode_dense(self, message: Tensor, out: Tensor, header_bytes: int, peak: Tensor | None) -> None:
+        length = payload_bytes(self.format, out.numel())
+        get(message[:length], self.format, out)
+        header = message[length : length + header_bytes]
+        if self.scale.kind == "local":
+            out.mul_(_unit(header))
+        elif self.scale.kind == "block":
+            whole = out.numel() // self.scale.block * self.scale.block
+            units = _unit(header)
+            out[:whole].view(-1, self.scale.block).mul_(units[: whole // self.scale.block, None])
+            out[whole:].mul_(units[-1])
+        if peak is not None and header_bytes:
+            torch.amax(header, 0, keepdim=True, out=peak)
+
+    def round_(self, numbers: Tensor, noise: Noise | None = None) -> None:
+        """What sending and receiving would make of the numbers, in place."""
+        if self.scale.shared and self.keep == 1 and not isinstance(self.format, BlockFormat):
+            seed = noise if self.stochastic else None
+            quantize(numbers, self.format, self.rounding, saturate=True, seed=seed, out=numbers)
+            return
+        message = numbers.new_empty(self.wire_bytes(numbers.numel()), dtype=torch.uint8)
+        self.encode(numbers, message, noise)
+        self.decode(message, numbers)
+
+    def _scaled(self, numbers: Tensor, header: Tensor) -> Tensor:
+        if numbers.device.type == "cpu":
+            byte = scaling.fitting_byte(scaling.largest(numbers).item(), self.format)
+            header.fill_(byte)
+            shift = scaling.shift_of(byte)
+            return numbers if shift == 0 else numbers * 2.0**shift
+        header.copy_(scaling.fitting_bytes(scaling.largest(numbers), self.format).reshape(1))
+        return numbers * scaling.power_of_two(scaling.shifts_of(header))
+
+    def _scaled_blocks(self, numbers: Tensor, header: Tensor) -> Tensor:
+        filled = torch.nn.functional.pad(numbers, (0, -numbers.numel() % self.scale.block)).view(-1, self.scale.block)
+        header.copy_(scaling.fitting_bytes(filled.abs().amax(1), self.format))
+        factors = scaling.power_of_two(scaling.shifts_of(header))
+        return (filled * factors[:, None]).view(-1)[: numbers.numel()]
+
+
+def _unit(header: Tensor) -> Tensor:
+    """What codes count in: 2^-shift, or NaN where something was not finite."""
+    unit = scaling.power_of_two(-scaling.shifts_of(header))
+    return torch.where(header == NONFINITE, torch.full_like(unit, math.nan), unit)
+
+
+def _indices_of_largest(numbers: Tensor, count: int) -> Tensor:
+    """Ascending; of equal magnitudes the first ones, so that every chip chooses the same. NaN counts as the largest."""
+    magnitude = numbers.abs().nan_to_num(math.inf, math.inf)
+    threshold = torch.topk(magnitude, count, sorted=False).values.amin()
+    above = magnitude > threshold
+    ties = magnitude == threshold
+    chosen = above | (ties & (ties.cumsum(0) <= count - above.sum()))
+    return torch.nonzero_static(chosen, size=count).view(-1)
+
+
+def codec_of(
+    text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale" = "local"
+) -> Codec:
+    """A codec from a format ("e5m2"), or "topk:<fraction>" with an optional format for the values ("topk:.01:e4m3fn")."""
+    if isinstance(text, Codec):
+        return text
+    keep = 1.0
+    if isinstance(text, str) and text.startswith("topk:"):
+        _, fraction, *rest = text.split(":")
+        try:
+            keep = float(fraction)
+        except ValueError:
+            raise ValueError(f"top-k is written topk:<fraction>[:<format>], say topk:0.01:e4m3fn, not {text!r}") from None
+        text = rest[0] if rest else "fp32"
+    return Codec(parse_format(text), rounding, scale_of(scale), keep)
+
+
+@lru_cache(maxsize=1024)
+def partial_codec(codec: Codec, accumulate: AnyFormat, world: int) -> Codec:
+    """For sums on the way: the codec in the format of sums. What top-k kept on several ranks is kept."""
+    return replace(total_codec(codec, world), format=accumulate)
+
+
+@lru_cache(maxsize=1024)
+def total_codec(codec: Codec, world: int) -> Codec:
+    """For the sum of all ranks: with top-k, room for everything that any of them kept."""
+    if codec.keep == 1:
+        return codec
+    wider = replace(codec, ranks=world)
+    dense = replace(codec, keep=1.0)
+    return dense if dense.wire_bytes(_PIECE) <= wider.wire_bytes(_PIECE) else wider

@@ -1,0 +1,137 @@
+"""`lowp.all_reduce`: a sum over ranks that travels in a few bits."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowp.tensor.kernels import SMALL
+from lowp.wire.communicator import Communicator, agree
+from lowp.wire.auto import choose
+from lowp.wire.errors import NonFiniteGradient
+from lowp.wire.exchange import BucketExchange, State
+from lowp.wire.faults import explain
+from lowp.wire.plan import Layer
+from lowp.wire.pump import Pump
+from lowp.wire.reductions.base import Reduction
+from lowp.wire.report import Meter, Report
+from lowp.wire.scaling import NONFINITE
+from lowp.wire.settings import Settings
+from lowp.wire.warm_up import warm_up
+
+_communicators: "WeakKeyDictionary[Any, dict[str, Communicator]]" = WeakKeyDictionary()
+_agreed: "WeakKeyDictionary[Any, set[str]]" = WeakKeyDictionary()
+
+GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def all_reduce(
+    tensor: Tensor,
+    format: Any,
+    *,
+    op: str = "sum",
+    group: Any = None,
+    step: int = 0,
+    **settings: Any,
+) -> Report:
+    """Replace `tensor` by its sum (or mean) over the ranks, sent in `format`. All ranks get the same bits.
+
+    Args:
+        tensor: float32, float16, bfloat16, or float64 (which is rounded to float32 first).
+        format: "e5m2", "e4m3fn", "int4", "topk:0.01" ...
+        op: "sum" or "mean".
+        settings: scale, rounding, reduction, accumulate, kahan, nonfinite, seed ... as for `lowp.compress_gradients`.
+        step: for schedules, and for stochastic rounding: another number, other noise.
+
+    Returns what was sent and how long it took.
+    """
+    chosen = Settings.of(format, **settings)
+    check_gradient(tensor, "all_reduce")
+    if op not in ("sum", "mean"):
+        raise ValueError(f"op is 'sum' or 'mean', not {op!r}")
+    if chosen.error_feedback:
+        raise ValueError("error feedback needs a memory between steps: use compress_gradients")
+    if not dist.is_initialized():
+        raise RuntimeError("lowp.all_reduce needs torch.distributed: call torch.distributed.init_process_group first")
+    communicator = _communicator(group, tensor.device)
+    _agree_once(communicator, f"{chosen.describe()} op={op} elements={tensor.numel()} dtype={tensor.dtype} step={step}")
+    reduction = chosen.reduction
+    if reduction == "auto":
+        reduction = choose(communicator, chosen, tensor.device)
+        if reduction is None:
+            return _uncompressed(tensor, op, communicator)
+    assert isinstance(reduction, Reduction)
+    reduction.check(communicator.world)
+    return _reduce(tensor, chosen, reduction, op, communicator, step)
+
+
+def check_gradient(tensor: Tensor, name: str) -> None:
+    """Raise for what cannot travel."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} takes a tensor, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} takes dense tensors; sparse gradients are sent by torch.distributed itself")
+    if tensor.dtype not in GRADIENT_DTYPES:
+        raise TypeError(f"{name} takes float32, float16, bfloat16 or float64 tensors, not {tensor.dtype}")
+
+
+def _communicator(group: Any, device: torch.device) -> Communicator:
+    parent = dist.group.WORLD if group is None else group
+    if parent is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in the group")
+    found = _communicators.setdefault(parent, {})
+    if device.type not in found or found[device.type].closed:
+        found[device.type] = Communicator(parent, device)
+    return found[device.type]
+
+
+def _agree_once(communicator: Communicator, said: str) -> None:
+    """Compare what the ranks ask for the first time that they ask for it."""
+    known = _agreed.setdefault(communicator.parent, set())
+    if said not in known:
+        agree(communicator.parent, said, "what to reduce")
+        known.add(said)
+
+
+def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, communicator: Communicator, step: int) -> Report:
+    layer = Layer("tensor", tensor.numel(), settings.codec("tensor", 1, False, step), 0)
+    if tensor.numel() >= SMALL:
+        warm_up({layer.codec}, tensor.device)
+    flat = tensor.detach().contiguous().view(-1)
+    meter = Meter(whole=settings.measure)
+    marks: list[Tensor] = []
+    state = State(step=step)
+    link, sent = communicator.link, communicator.link.bytes_sent
+    exchange = BucketExchange(flat, (layer,), settings, reduction, link, state, meter, op == "mean", marks.append)
+    pump = Pump(1 if tensor.is_cuda else None)
+    try:
+        pump.feed([exchange.prepare()], meter)
+        pump.run()
+        pump.feed(exchange.jobs(), meter)
+        pump.run()
+    except Exception as error:
+        explained = explain(error, f"all_reduce of {tensor.numel()} elements", pump.waiting_for, communicator.group)
+        communicator.close(failed=True)
+        raise explained from error
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+    meter.report.elements = tensor.numel()
+    meter.report.bytes_sent = link.bytes_sent - sent
+    meter.report.bytes_of_fp32 = 2 * (link.world - 1) / link.world * 4 * tensor.numel()
+    meter.report.steps = 1
+    if settings.nonfinite != "propagate" and bool((marks[0] == NONFINITE).any()):
+        if settings.nonfinite == "raise":
+            raise NonFiniteGradient("all_reduce: the tensor is infinite or NaN on some rank")
+        tensor.detach().zero_()
+        meter.report.skipped = 1
+    return meter.finish()
+
+
+def _uncompressed(tensor: Tensor, op: str, communicator: Communicator) -> Report:
+    dist.all_reduce(tensor, group=communicator.parent)
+    if op == "mean":
+        tensor.div_(communicator.world)
+    sent = int(2 * (communicator.world - 1) / communicator.world * tensor.numel() * tensor.element_size())
+    return Report(steps=1, elements=tensor.numel(), bytes_sent=sent, bytes_of_fp32=sent, notes=["uncompressed"])

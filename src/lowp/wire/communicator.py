@@ -1,0 +1,83 @@
+"""A rank's own process group for compressed gradients, and the check that all ranks mean the same."""
+
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from lowp.wire.faults import poison
+from lowp.wire.link import GroupLink
+
+
+_idle: "WeakKeyDictionary[Any, dict[tuple, list[GroupLink]]]" = WeakKeyDictionary()
+"""Links of groups that were given back, by the world that they belong to, its ranks and the backend."""
+
+
+class Communicator:
+    """Messages here cannot meet the user's: the group has the ranks of the user's group and is nobody else's.
+
+    Groups that are given back are used again. (torch names a group after its ranks, and one that is made where another of the
+    same name was destroyed finds that one's addresses in the store.)
+    """
+
+    def __init__(self, parent: Any, device: torch.device) -> None:
+        self.parent = dist.group.WORLD if parent is None else parent
+        self.timeout = _timeout_of(self.parent, device)
+        ranks = dist.get_process_group_ranks(self.parent)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        idle = _idle.setdefault(dist.group.WORLD, {}).setdefault((*ranks, backend, self.timeout), [])
+        self._idle = idle
+        self.link = idle.pop() if idle else GroupLink(
+            dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True, group_desc="lowp")
+        )
+        self.closed = False
+
+    @property
+    def group(self) -> Any:
+        return self.link.group
+
+    @property
+    def rank(self) -> int:
+        return self.link.rank
+
+    @property
+    def world(self) -> int:
+        return self.link.world
+
+    def close(self, failed: bool = False) -> None:
+        """Give the group back. After a failure, end everything that still waits in it, and the group itself."""
+        if self.closed:
+            return
+        self.closed = True
+        if not failed:
+            self._idle.append(self.link)
+            return
+        group, self.link.group = self.link.group, None
+        poison(group)
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _timeout_of(group: Any, device: torch.device) -> timedelta:
+    return group._get_backend(device).options._timeout
+
+
+def agree(parent: Any, mine: str, what: str) -> None:
+    """All ranks must say the same; a ValueError names the first that does not, and both sides."""
+    world = dist.get_world_size(parent)
+    said: list[Any] = [None] * world
+    dist.all_gather_object(said, mine, group=parent)
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise ValueError(f"ranks disagree on {what}: {_difference(0, said[0], rank, other)}")
+
+
+def _difference(first: int, ours: str, second: int, theirs: str) -> str:
+    """Only what differs, if both have the same number of words."""
+    left, right = ours.split(), theirs.split()
+    if len(left) == len(right):
+        pairs = [(a, b) for a, b in zip(left, right, strict=True) if a != b]
+        ours, theirs = " ".join(a for a, _ in pairs), " ".join(b for _, b in pairs)
+    return f"rank {first} has {ours}, rank {second} has {theirs}"

@@ -1,0 +1,205 @@
+"""Gradients of a model, compressed step after step: what the hooks of DDP and a training loop of one's own have in common."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.wire.communicator import Communicator, agree
+from lowp.wire.courier import Courier, Parcel
+from lowp.wire.errors import NonFiniteGradient
+from lowp.wire.exchange import BucketExchange, State
+from lowp.wire.plan import Layer
+from lowp.wire.reductions.base import Reduction
+from lowp.wire.report import Meter, Report
+from lowp.wire.scaling import NONFINITE
+from lowp.wire.settings import Settings
+from lowp.wire.virtual import last_layer
+from lowp.wire.warm_up import warm_up
+
+
+class Compressor:
+    """Reduces named gradients over a group.
+
+    Args:
+        shapes: of the parameters, by name, in the model's order.
+        settings: how they travel.
+        group: the ranks, all of them by default.
+        device: where the gradients are.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], settings: Settings, group: Any, device: torch.device) -> None:
+        self._shapes = dict(shapes)
+        self._numbers = {name: number for number, name in enumerate(shapes)}
+        self._last = last_layer(shapes)
+        self.settings = settings
+        if unmatched := settings.unmatched(shapes):
+            raise ValueError(f"no parameter is called like {', '.join(map(repr, unmatched))}; there are {_some(shapes)}")
+        self._communicator = Communicator(group, device)
+        parent = self._communicator.parent
+        agree(parent, f"version={_version()} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
+        self._device = device
+        self._reduction = self._choose()
+        self._courier = Courier(self._communicator, device)
+        self.state = State()
+        self._meter = Meter(whole=settings.measure)
+        self._meters: list[Meter] = []
+        self._total = Report()
+        self._last_step = Report()
+        self._marks: list[tuple[tuple[str, ...], Tensor]] = []
+        self._buckets: list[tuple[str, ...]] = []
+        self._sent = self._communicator.link.bytes_sent
+        self.buckets: list[list[str]] = []  # names of the last step's gradients, bucket by bucket
+        warm_up({self._codec(name) for name in shapes}, device)
+
+    @property
+    def compresses(self) -> bool:
+        """False where `reduction="auto"` found that compression does not pay."""
+        return self._reduction is not None
+
+    @property
+    def world(self) -> int:
+        return self._communicator.world
+
+    @property
+    def parent(self) -> Any:
+        return self._communicator.parent
+
+    def _choose(self) -> Reduction | None:
+        if self.settings.reduction == "auto":
+            from lowp.wire.auto import choose
+
+            return choose(self._communicator, self.settings, self._device)
+        assert isinstance(self.settings.reduction, Reduction)
+        self.settings.reduction.check(self._communicator.world)
+        return self.settings.reduction
+
+    def _codec(self, name: str):
+        return self.settings.codec(name, len(self._shapes[name]), name in self._last, self.state.step)
+
+    def submit(self, flat: Tensor, names: Iterable[str], arrived: Callable[[], None]) -> None:
+        """Start reducing a bucket in place: the mean over the ranks. `arrived` is called when it is there, or has failed."""
+        names = tuple(names)
+        self._buckets.append(names)
+        if self._courier.error is not None:
+            arrived()
+            return
+        layers = tuple(Layer(name, self._shapes[name].numel(), self._codec(name), self._numbers[name]) for name in names)
+        meter, step, number = self._meter, self.state.step, len(self._buckets)
+        assert self._reduction is not None
+        exchange = BucketExchange(
+            flat,
+            layers,
+            self.settings,
+            self._reduction,
+            self._communicator.link,
+            self.state,
+            meter,
+            True,
+            lambda marks: self._marks.append((names, marks)),
+        )
+        meter.report.elements += flat.numel()
+        meter.report.bytes_of_fp32 += 2 * (self.world - 1) / self.world * 4 * flat.numel()
+        self._courier.send(Parcel(exchange, meter, f"{self._reduction} of bucket {number} in step {step}", arrived))
+
+    def step_done(self) -> None:
+        """All gradients of a step are submitted: what comes next belongs to the next step."""
+        self.buckets = [list(names) for names in self._buckets]
+        self._buckets.clear()
+        self.state.step += 1
+
+    def step_arrived(self, parameters: Iterable[Tensor]) -> None:
+        """All gradients of a step are there: raise what must be raised, skip what must be skipped, add up the figures."""
+        meter, self._meter = self._meter, Meter(whole=self.settings.measure)
+        marks, self._marks = self._marks, []
+        meter.report.steps = 1
+        meter.report.bytes_sent = self._communicator.link.bytes_sent - self._sent
+        self._sent = self._communicator.link.bytes_sent
+        self._meters.append(meter)
+        if len(self._meters) > 100 or self._device.type == "cpu":
+            self._collect()
+        if self._courier.error is not None:
+            _forget(parameters)
+            raise self._courier.error
+        if self.settings.nonfinite == "propagate":
+            return
+        bad = [name for names, mark in marks for name, byte in zip(names, mark.tolist(), strict=True) if byte == NONFINITE]
+        if bad:
+            _forget(parameters)
+            meter.report.skipped = 1
+            self._total.skipped += 1
+            if self.settings.nonfinite == "raise":
+                first = min(bad, key=self._numbers.__getitem__)
+                more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+                raise NonFiniteGradient(f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank")
+
+    def _collect(self) -> None:
+        for meter in self._meters:
+            self._last_step = meter.finish()
+            self._total.add(self._last_step)
+        self._meters.clear()
+
+    def report(self) -> Report:
+        """The last step's figures."""
+        self._collect()
+        return self._last_step
+
+    def total(self) -> Report:
+        """The figures of all steps so far."""
+        self._collect()
+        return self._total
+
+    def reduce(self, gradients: Mapping[str, Tensor], buckets: "Iterable[Iterable[str]] | None" = None) -> dict[str, Tensor]:
+        """One step for a loop of one's own: the mean of every gradient over the ranks, in new tensors."""
+        results, waiting = {}, []
+        for names in [list(gradients)] if buckets is None else [list(bucket) for bucket in buckets]:
+            flat = torch.cat([gradients[name].detach().reshape(-1) for name in names])
+            sizes = [gradients[name].numel() for name in names]
+            results |= {n: piece.view(gradients[n].shape) for n, piece in zip(names, flat.split(sizes), strict=True)}
+            arrived = threading.Event()
+            self.submit(flat, names, arrived.set)
+            waiting.append(arrived)
+        self.step_done()
+        for arrived in waiting:
+            arrived.wait()
+        self.step_arrived([])
+        return {name: results[name] for name in gradients}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step and, by parameter, residuals and scales. Residuals are this rank's own: every rank saves its own."""
+        return self.state.state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.state.load_state_dict(saved, self._device)
+
+    def close(self) -> None:
+        self._courier.close()
+
+
+def _forget(parameters: Iterable[Tensor]) -> None:
+    """Optimizers pass over parameters without a gradient: the step does not happen."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("lowp")
+    except PackageNotFoundError:
+        return "source"
+
+
+def _digest(shapes: Mapping[str, torch.Size]) -> str:
+    import hashlib
+
+    text = ";".join(f"{name}{tuple(shape)}" for name, shape in shapes.items())
+    return f"{len(shapes)}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")

@@ -1,0 +1,152 @@
+"""The thread that carries gradients, so that backward can go on computing.
+
+One thread, one queue, buckets in order. (A second collective started from a future's callback hangs or mismatches on gloo as
+soon as there are several buckets.) On CUDA there is no thread: nothing here waits for the device, and a side stream keeps the
+order.
+"""
+
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lowp.wire.communicator import Communicator
+from lowp.wire.exchange import BucketExchange
+from lowp.wire.faults import CollectiveError, explain
+from lowp.wire.pump import Pump
+from lowp.wire.report import Meter
+
+
+@dataclass
+class Parcel:
+    """A bucket to carry. `arrived` is called when it is done, or has failed."""
+
+    exchange: BucketExchange
+    meter: Meter
+    name: str
+    arrived: Callable[[], None]
+
+
+class Courier:
+    """Carries buckets one after the other. After a failure `error` says what happened, and nothing is carried any more."""
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator = communicator
+        self.error: CollectiveError | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._open: list[Parcel] = []
+        self._thread: threading.Thread | None = None
+        if self._stream is None:
+            self._thread = threading.Thread(target=self._carry, name="lowp-courier", daemon=True)
+            self._thread.start()
+            _couriers.add(self)
+
+    def send(self, parcel: Parcel) -> None:
+        if self.error is not None:
+            parcel.arrived()
+        elif self._stream is not None:
+            self._carry_on_stream(parcel)
+        else:
+            self._parcels.put(parcel)
+
+    def _carry_on_stream(self, parcel: Parcel) -> None:
+        """Issue everything on the side stream; `arrived` runs there too, so that a future knows what to wait for."""
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        pump = Pump(depth=1)
+        try:
+            with torch.cuda.stream(self._stream):
+                pump.feed([parcel.exchange.prepare()], parcel.meter)
+                pump.run()
+                pump.feed(parcel.exchange.jobs(), parcel.meter)
+                pump.run()
+        except Exception as error:
+            self._fail(error, parcel.name, pump)
+        with torch.cuda.stream(self._stream):
+            parcel.arrived()
+
+    def _carry(self) -> None:
+        pump = Pump()
+        while True:
+            try:
+                parcel = self._parcels.get(block=pump.idle)
+            except queue.Empty:
+                parcel = None
+            else:
+                if parcel is None:
+                    return
+            try:
+                if parcel is not None:
+                    self._begin(parcel, pump)
+                pump.turn()
+            except Exception as error:
+                self._fail(error, self._open[0].name if self._open else "a bucket", pump)
+                return
+
+    def _begin(self, parcel: Parcel, pump: Pump) -> None:
+        self._open.append(parcel)
+        left = 0
+
+        def chunk_done() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self._open.remove(parcel)
+                parcel.arrived()
+
+        def prepared() -> None:
+            nonlocal left
+            jobs = parcel.exchange.jobs()
+            left = len(jobs)
+            pump.feed(jobs, parcel.meter, chunk_done)
+            if not jobs:
+                self._open.remove(parcel)
+                parcel.arrived()
+
+        pump.feed([parcel.exchange.prepare()], parcel.meter, prepared)
+
+    def _fail(self, error: Exception, name: str, pump: Pump) -> None:
+        """Nobody waits for ever: everything that was on its way arrives, and the step raises the error."""
+        try:
+            self.error = explain(error, name, pump.waiting_for, self._communicator.group)
+            self.error.__cause__ = error
+        except Exception as second:  # the process is being taken down around us
+            self.error = CollectiveError(f"{name} failed: {error} (and calling the roll: {second})")
+        pump.drop()
+        self._communicator.close(failed=True)
+        for parcel in self._open:
+            parcel.arrived()
+        self._open.clear()
+        while True:
+            try:
+                parcel = self._parcels.get_nowait()
+            except queue.Empty:
+                return
+            if parcel is not None:
+                parcel.arrived()
+
+    def close(self) -> None:
+        """Finish what is on its way and end the thread."""
+        if self._thread is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._parcels.put(None)
+            self._thread.join(timeout=self._communicator.timeout.total_seconds() + 10)
+        self._communicator.close(failed=self.error is not None)
+
+    def abandon(self) -> None:
+        """At the interpreter's end: do not let gloo wait for a timeout."""
+        if self._open:
+            self._communicator.close(failed=True)
+
+
+_couriers: "weakref.WeakSet[Courier]" = weakref.WeakSet()
+
+
+@atexit.register
+def _abandon_all() -> None:
+    for courier in list(_couriers):
+        courier.abandon()

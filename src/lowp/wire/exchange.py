@@ -1,0 +1,255 @@
+"""One bucket of gradients, from a rank's own to the sum of all.
+
+1. Prepare: the scales that all ranks share. With `aps`, one byte a layer is agreed by a MAX over the ranks.
+2. For each chunk: enter (float32, scaled), the reduction, leave (unscaled, divided by the number of ranks if it is a mean).
+3. Done when the last chunk is: note what was not finite, and the scales for the next step.
+
+Each of these is a generator that stops where it waits for messages; a Pump (pump.py) runs many of them at once.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.wire import scaling
+from lowp.wire.codec import Codec
+from lowp.wire.feedback import Feedback
+from lowp.wire.link import ChunkLink, GroupLink, Pending
+from lowp.wire.plan import Chunk, Layer, Part, chunks_of
+from lowp.wire.reductions.base import Job, Reduction
+from lowp.wire.report import Meter
+from lowp.wire.rules import Rules
+from lowp.wire.scaling import NONFINITE
+from lowp.wire.settings import Settings
+
+Steps = Generator[list[Pending], None, Any]
+
+
+@dataclass
+class State:
+    """What is remembered between steps, by parameter: residuals, and the last bounds of `aps_delayed` (bytes)."""
+
+    residuals: dict[str, Tensor] = field(default_factory=dict)
+    bounds: dict[str, Tensor] = field(default_factory=dict)
+    step: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "residuals": dict(self.residuals), "bounds": dict(self.bounds)}
+
+    def load_state_dict(self, saved: dict[str, Any], device: torch.device | None = None) -> None:
+        missing = {"step", "residuals", "bounds"} - saved.keys()
+        if missing:
+            raise ValueError(f"this is no state of a gradient compression: {', '.join(sorted(missing))} missing")
+        self.step = int(saved["step"])
+        self.residuals = {name: residual.to(device, copy=True) for name, residual in saved["residuals"].items()}
+        self.bounds = {name: bound.to(device, copy=True) for name, bound in saved["bounds"].items()}
+
+
+class SharedScales:
+    """By which power of two every layer is multiplied before it enters, and what it counts in when it leaves."""
+
+    def __init__(self, layers: tuple[Layer, ...], world: int, state: State, device: torch.device) -> None:
+        self._layers = layers
+        self._world = world
+        self._state = state
+        self._device = device
+        self.bounds: Tensor | None = None  # of the layers whose bounds are agreed on now
+        self._now = [i for i, layer in enumerate(layers) if layer.codec.scale.agreed or self._first_of_delayed(layer)]
+
+    def _first_of_delayed(self, layer: Layer) -> bool:
+        return layer.codec.scale.kind == "aps_delayed" and layer.name not in self._state.bounds
+
+    def measure(self, numbers: Callable[[int], Tensor]) -> Tensor | None:
+        """This rank's bounds (bytes) of the layers whose scale is to be agreed on; None if there are none."""
+        if not self._now:
+            return None
+        maxima = torch.stack([_largest(numbers(i)) for i in self._now])
+        self.bounds = scaling.bound_bytes(maxima, self._world)
+        return self.bounds
+
+    def factors(self) -> list[Any]:
+        """Of each layer: Python floats on a CPU, tensors of one element elsewhere, so that nothing waits for the device."""
+        bounds: dict[int, Tensor] = {}
+        if self.bounds is not None:
+            bounds = {i: self.bounds[position] for position, i in enumerate(self._now)}
+        delayed = [i for i, layer in enumerate(self._layers) if layer.codec.scale.kind == "aps_delayed" and i not in bounds]
+        bounds |= {i: self._state.bounds[self._layers[i].name] for i in delayed}
+        found: list[Any] = [1.0] * len(self._layers)
+        if not bounds:
+            return found
+        emax = torch.tensor(
+            [scaling.emax_of(self._layers[i].codec.format) - (i in delayed) for i in bounds], dtype=torch.int32, device=self._device
+        )
+        powers = scaling.power_of_two(scaling.aps_shifts(torch.stack(list(bounds.values())), emax))
+        values = powers.tolist() if self._device.type == "cpu" else list(powers)
+        for i, value in zip(bounds, values, strict=True):
+            found[i] = value
+        return found
+
+    def marks(self) -> Tensor:
+        """255 for each layer that is known not to be finite on some rank."""
+        marks = torch.zeros(len(self._layers), dtype=torch.uint8, device=self._device)
+        if self.bounds is not None:
+            marks[torch.tensor(self._now, device=self._device)] = torch.where(self.bounds == NONFINITE, NONFINITE, 0).to(torch.uint8)
+        return marks
+
+
+def _largest(numbers: Tensor) -> Tensor:
+    return scaling.largest(numbers).to(torch.float32) if numbers.numel() else torch.zeros((), device=numbers.device)
+
+
+def peak_of(numbers: Tensor, codec: Codec, world: int) -> Tensor | None:
+    """The header byte of scales whose messages say how large the rank's own numbers are (unscaled)."""
+    if codec.scale.kind not in ("none", "aps_delayed"):
+        return None
+    return scaling.bound_bytes(_largest(numbers).reshape(1), world)
+
+
+def enter(flat: Tensor, chunk: Chunk, factors: list[Any], world: int) -> tuple[Tensor, Tensor]:
+    """A chunk's numbers, float32 and scaled, and the header byte of each part. Without scaling, float32 stays where it is."""
+    parts = _placed(chunk)
+    source = flat[chunk.start : chunk.stop]
+    peaks = torch.zeros(len(parts), dtype=torch.uint8, device=flat.device)
+    for index, (part, first) in enumerate(parts):
+        peak = peak_of(source[first : first + part.size], part.codec, world)
+        if peak is not None:
+            peaks[index : index + 1] = peak
+    if flat.dtype == torch.float32 and all(_is_one(factors[part.layer]) for part, _ in parts):
+        return source, peaks
+    numbers = torch.empty(chunk.size, dtype=torch.float32, device=flat.device)
+    for part, first in parts:
+        target, piece = numbers[first : first + part.size], source[first : first + part.size]
+        if flat.dtype == torch.float32:
+            torch.mul(piece, factors[part.layer], out=target)
+        else:
+            target.copy_(piece).mul_(factors[part.layer])
+    return numbers, peaks
+
+
+def leave(numbers: Tensor, peaks: Tensor, chunk: Chunk, factors: list[Any], marks: Tensor, divisor: int, flat: Tensor) -> Tensor:
+    """Unscale, divide, and put the sums where they belong; NaN for parts that were not finite. Returns the parts' marks."""
+    parts = _placed(chunk)
+    layers = torch.tensor([part.layer for part, _ in parts], device=flat.device)
+    bad = torch.maximum(torch.where(peaks == NONFINITE, NONFINITE, 0).to(torch.uint8), marks[layers])
+    poison = bad.tolist() if flat.device.type == "cpu" else torch.where(bad == NONFINITE, torch.nan, 1.0)
+    for index, (part, first) in enumerate(parts):
+        piece = numbers[first : first + part.size]
+        factor = factors[part.layer]
+        unit = 1.0 / factor
+        if flat.device.type != "cpu":
+            unit = unit * poison[index]
+        elif poison[index]:
+            unit = float("nan")
+        if not _is_one(unit):
+            piece.mul_(unit)
+        if divisor != 1:
+            piece.mul_(1.0 / divisor) if divisor & (divisor - 1) == 0 else piece.div_(divisor)
+    target = flat[chunk.start : chunk.stop]
+    if target.data_ptr() != numbers.data_ptr():
+        target.copy_(numbers)
+    return bad
+
+
+def _is_one(factor: Any) -> bool:
+    return isinstance(factor, float) and factor == 1.0
+
+
+def _placed(chunk: Chunk) -> list[tuple[Part, int]]:
+    """The chunk's parts, and where in the chunk each begins."""
+    return [(part, shard.start + part.offset) for shard in chunk.shards for part in shard.parts]
+
+
+class BucketExchange:
+    """One bucket on one real rank. `done` is called with the layers' marks (255: not finite) when everything has arrived."""
+
+    def __init__(
+        self,
+        flat: Tensor,
+        layers: tuple[Layer, ...],
+        settings: Settings,
+        reduction: Reduction,
+        link: GroupLink,
+        state: State,
+        meter: Meter,
+        mean: bool,
+        done: Callable[[Tensor], None],
+    ) -> None:
+        self._flat = flat
+        self._layers = layers
+        self._settings = settings
+        self._reduction = reduction.of_size(flat.numel())
+        self._link = link
+        self._state = state
+        self._meter = meter
+        self._divisor = link.world if mean else 1
+        self._done = done
+        self._step = state.step
+        self._scales = SharedScales(layers, link.world, state, flat.device)
+        self._chunks = chunks_of(layers, self._reduction.shards(link.world), settings.chunk)
+        self._links = [link.for_chunk() for _ in self._chunks]  # numbered now: buckets come in the same order on all ranks
+        self._left = len(self._chunks)
+        self._bad = torch.zeros(len(layers), dtype=torch.uint8, device=flat.device)
+        self._peaks = torch.zeros(len(layers), dtype=torch.uint8, device=flat.device)
+
+    def prepare(self) -> Steps:
+        """Agree on scales; then `jobs` may begin."""
+        offsets = [0]
+        for layer in self._layers:
+            offsets.append(offsets[-1] + layer.size)
+        bounds = self._scales.measure(lambda i: self._flat[offsets[i] : offsets[i + 1]])
+        if bounds is not None:
+            yield self._link.maximum(bounds)
+        self._factors = self._scales.factors()
+        self._marks = self._scales.marks()
+        names = tuple(layer.name for layer in self._layers)
+        sizes = tuple(layer.size for layer in self._layers)
+        self._rules = Rules(
+            world=self._link.world,
+            accumulate=self._settings.sums(self._reduction),
+            kahan=self._settings.kahan,
+            seed=self._settings.seed,
+            step=self._step,
+            feedback=Feedback(lambda rank: self._state.residuals, names, sizes) if self._settings.error_feedback else None,
+            meter=self._meter,
+            factors=self._factors,
+        )
+
+    def jobs(self) -> list[Steps]:
+        if not self._chunks:
+            self._finish()
+        return [self._job(chunk, link) for chunk, link in zip(self._chunks, self._links, strict=True)]
+
+    def _job(self, chunk: Chunk, link: ChunkLink) -> Steps:
+        with self._meter.timed("encode", self._flat.device):
+            numbers, peaks = enter(self._flat, chunk, self._factors, self._link.world)
+        yield from self._reduction.exchange(Job(chunk, numbers, peaks, self._rules, link))
+        with self._meter.timed("decode", self._flat.device):
+            bad = leave(numbers, peaks, chunk, self._factors, self._marks, self._divisor, self._flat)
+        self._note(chunk, bad, peaks)
+        self._left -= 1
+        if self._left == 0:
+            self._finish()
+
+    def _note(self, chunk: Chunk, bad: Tensor, peaks: Tensor) -> None:
+        layers = torch.tensor([part.layer for part, _ in _placed(chunk)], device=bad.device)
+        self._bad.scatter_reduce_(0, layers, bad, "amax")
+        self._peaks.scatter_reduce_(0, layers, peaks, "amax")
+
+    def _finish(self) -> None:
+        remember_bounds(self._state, self._layers, self._travelled())
+        self._done(self._bad)
+
+    def _travelled(self) -> dict[int, Tensor]:
+        """Bounds that came with the messages."""
+        return {i: self._peaks[i] for i, layer in enumerate(self._layers) if layer.codec.scale.kind == "aps_delayed"}
+
+
+def remember_bounds(state: State, layers: tuple[Layer, ...], bounds: dict[int, Tensor]) -> None:
+    """For the next step of `aps_delayed`; nothing is learnt from a step that was not finite."""
+    for i, layer in enumerate(layers):
+        if layer.codec.scale.kind == "aps_delayed":
+            before = state.bounds.get(layer.name, torch.zeros_like(bounds[i]))
+            state.bounds[layer.name] = torch.where(bounds[i] == NONFINITE, before, bounds[i]).clone()

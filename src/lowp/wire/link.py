@@ -1,0 +1,94 @@
+"""The way to the other ranks of a `torch.distributed` group."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+_MESSAGES = 1 << 12  # from one rank to another for one chunk
+_SEQUENCES = 1 << 18  # after which the numbers of chunks begin again
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A message under way: torch's handle, and what it is, for errors."""
+
+    work: Any
+    what: str
+    peer: int | None = None
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+class GroupLink:
+    """One rank's link to the ranks of a group."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        self.bytes_sent = 0
+        self.tagged = dist.get_backend(group) == "gloo"
+        self._chunks = 0
+
+    def maximum(self, numbers: Tensor) -> list[Pending]:
+        """Start replacing each number by the largest of all ranks."""
+        if self.world == 1:
+            return []
+        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.bytes_sent += 2 * numbers.numel() * numbers.element_size()
+        return [Pending(work, "agreeing on scales")]
+
+    def for_chunk(self) -> "ChunkLink":
+        """A link for the next chunk. All ranks begin chunks in the same order."""
+        self._chunks += 1
+        return ChunkLink(self, self._chunks % _SEQUENCES * _MESSAGES)
+
+
+class ChunkLink:
+    """Messages of one chunk, each with a tag of its own, so that chunks may overtake each other.
+
+    Everything that a reduction sends is a message from one rank to another. That needs no subgroups, no equal sizes and no
+    padding, and gloo starts it without a thread of its own. The tag is the chunk's number and the number of the message
+    between these two ranks: both ends count alike. NCCL knows no tags: there, chunks follow each other on one stream.
+    """
+
+    def __init__(self, link: GroupLink, tag: int) -> None:
+        self._link = link
+        self._tag = tag
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+        self.rank = link.rank
+        self.world = link.world
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+        outgoing = {rank: message for rank, message in sends.items() if rank != self.rank and message.numel()}
+        incoming = {rank: message for rank, message in receives.items() if rank != self.rank and message.numel()}
+        self._link.bytes_sent += sum(message.numel() for message in outgoing.values())
+        return self._start_tagged(outgoing, incoming) if self._link.tagged else self._start_together(outgoing, incoming)
+
+    def _start_tagged(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> list[Pending]:
+        pending = []
+        for rank, message in incoming.items():
+            tag = self._tag + self._received[rank]
+            self._received[rank] += 1
+            work = dist.irecv(message, group=self._link.group, group_src=rank, tag=tag)
+            pending.append(Pending(work, f"receiving {message.numel()} bytes from rank {rank}", rank))
+        for rank, message in outgoing.items():
+            tag = self._tag + self._sent[rank]
+            self._sent[rank] += 1
+            work = dist.isend(message, group=self._link.group, group_dst=rank, tag=tag)
+            pending.append(Pending(work, f"sending {message.numel()} bytes to rank {rank}", rank))
+        return pending
+
+    def _start_together(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> list[Pending]:
+        group = self._link.group
+        operations = [dist.P2POp(dist.irecv, message, group=group, group_peer=rank) for rank, message in incoming.items()]
+        operations += [dist.P2POp(dist.isend, message, group=group, group_peer=rank) for rank, message in outgoing.items()]
+        if not operations:
+            return []
+        return [Pending(work, "exchanging messages") for work in dist.batch_isend_irecv(operations)]

@@ -1,0 +1,116 @@
+"""How a bucket of gradients is cut: into chunks that are under way one after the other, shards of a chunk, parts of a shard.
+
+- A *layer* is one parameter's gradient: its own codec, its own scale, its own noise.
+- A *chunk* is a stretch of the bucket short enough to stay in the cache and to overlap with the next one.
+- A *shard* is what one rank adds up. Shards of a chunk take about the same number of bytes.
+- A *part* is what one layer has in one shard. Its codes and its exponent travel together.
+
+The cuts depend on sizes, codecs and the number of shards alone, so every rank and the virtual world cut alike.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from lowp.wire.codec import Codec
+
+CHUNK = 1 << 19  # elements; 8 chunks and more for buckets worth overlapping
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parameter's gradient. `number` keys its noise, whatever the bucket it is in."""
+
+    name: str
+    size: int
+    codec: Codec
+    number: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """`size` numbers of a layer, from its element `start` on; the shard's own numbering begins at `offset`."""
+
+    layer: int  # index in the plan's layers
+    codec: Codec
+    number: int
+    start: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Elements `start` to `stop` of the chunk."""
+
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements `start` to `stop` of the bucket."""
+
+    start: int
+    stop: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for shard in self.shards for part in shard.parts)
+
+
+@lru_cache(maxsize=4096)
+def chunks_of(layers: tuple[Layer, ...], shards: int, chunk: int = CHUNK) -> tuple[Chunk, ...]:
+    """Cut a bucket of these layers, one after the other in memory."""
+    total = sum(layer.size for layer in layers)
+    count = -(-total // chunk)
+    edges = [total * i // count for i in range(count + 1)] if count else []
+    return tuple(_chunk(layers, start, stop, shards) for start, stop in zip(edges, edges[1:], strict=False))
+
+
+def _chunk(layers: tuple[Layer, ...], start: int, stop: int, shards: int) -> Chunk:
+    edges = _balanced(layers, start, stop, shards)
+    cut = []
+    for first, last in zip(edges, edges[1:], strict=False):
+        cut.append(Shard(first - start, last - start, tuple(_parts(layers, first, last))))
+    return Chunk(start, stop, tuple(cut))
+
+
+def _stretches(layers: tuple[Layer, ...], start: int, stop: int):
+    """(index, layer, first, last) of the layers between two positions in the bucket, positions in the bucket too."""
+    position = 0
+    for index, layer in enumerate(layers):
+        first, last = max(position, start), min(position + layer.size, stop)
+        if first < last:
+            yield index, layer, first, last, position
+        position += layer.size
+
+
+def _balanced(layers: tuple[Layer, ...], start: int, stop: int, shards: int) -> list[int]:
+    """Edges of the shards: each takes the same share of the bits, cut at multiples of 8 elements from the chunk's start."""
+    stretches = [(first, last, layer.codec.format.bits * layer.codec.keep) for _, layer, first, last, _ in _stretches(layers, start, stop)]
+    whole = sum((last - first) * bits for first, last, bits in stretches)
+    edges, before, walk = [start], 0.0, iter(stretches)
+    first, last, bits = next(walk, (start, stop, 1.0))
+    for shard in range(1, shards):
+        goal = whole * shard / shards
+        while before + (last - first) * bits < goal:
+            before += (last - first) * bits
+            first, last, bits = next(walk)
+        edge = first + int((goal - before) / bits)
+        edges.append(max(edges[-1], min(stop, start + (edge - start + 4) // 8 * 8)))
+    return [*edges, stop]
+
+
+def _parts(layers: tuple[Layer, ...], start: int, stop: int):
+    for index, layer, first, last, position in _stretches(layers, start, stop):
+        yield Part(index, layer.codec, layer.number, first - position, first - start, last - first)

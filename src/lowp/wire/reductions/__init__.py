@@ -1,0 +1,37 @@
+"""The registry of reductions. A new one is a file here and an entry in REDUCTIONS."""
+
+import re
+
+from lowp.wire.reductions.base import Job as Job
+from lowp.wire.reductions.base import Reduction
+from lowp.wire.reductions.hierarchical import Hierarchical
+from lowp.wire.reductions.hybrid import Hybrid
+from lowp.wire.reductions.ring import Ring
+from lowp.wire.reductions.sequential import Sequential
+from lowp.wire.reductions.tree import Tree
+from lowp.wire.reductions.two_shot import TwoShot
+
+REDUCTIONS: tuple[Reduction, ...] = (
+    TwoShot(),
+    Ring(),
+    Tree(),
+    Sequential(),
+    Hierarchical(2),
+    Hierarchical(2, "leaders"),
+    Hybrid(Tree(), TwoShot()),
+)
+
+
+def reduction_of(text: "str | Reduction") -> Reduction:
+    """Parse a reduction's name: two_shot, ring, tree, sequential, hierarchical(k), hierarchical(k, leaders), hybrid."""
+    if isinstance(text, Reduction):
+        return text
+    for reduction in REDUCTIONS:
+        if str(reduction) == text or (isinstance(reduction, Hybrid) and text == "hybrid"):
+            return reduction
+    if found := re.fullmatch(r"hierarchical\(\s*(\d+)\s*(?:,\s*(shards|leaders)\s*)?\)", text):
+        return Hierarchical(int(found[1]), found[2] or "shards")
+    raise ValueError(
+        f"unknown reduction {text!r}; it is two_shot, ring, tree, sequential, hierarchical(k), hierarchical(k, leaders), "
+        "hybrid or auto"
+    )

@@ -1,0 +1,207 @@
+"""Nodes first, then between nodes: for links that are fast inside a machine and slow outside."""
+
+from dataclasses import dataclass, replace
+
+from lowp.formats.floats import FP32
+from lowp.wire.plan import Shard
+from lowp.wire.reductions.base import Adder, Job, Reduction, Steps
+from lowp.wire.reductions.ring import ring_sum
+from lowp.wire.reductions.two_shot import Fold
+from lowp.wire.rules import Load, Rules, Stage
+
+VARIANTS = ("shards", "leaders")
+
+
+class NodeFold:
+    """A fold within each node, in the format of sums, and a fold of the nodes' sums."""
+
+    def __init__(self, shard: Shard, nodes: list[range], column: int, rules: Rules, between: Rules, travels: bool) -> None:
+        self._shard = shard
+        self._holders = {node[-1]: node[column % len(node)] for node in nodes}
+        self._rules = rules
+        self._between = between
+        self._nodes = Fold(shard, between, travels)
+        self._inside: Load | None = None
+
+    def add(self, rank: int, load: Load) -> None:
+        rules, shard = self._rules, self._shard
+        message = rules.write(load, shard, Stage.INSIDE, rank)
+        arrived = rules.read(message, shard, Stage.INSIDE)
+        self._inside = rules.begin(arrived, shard, rank) if self._inside is None else rules.add(self._inside, arrived, shard, rank)
+        if rank in self._holders:  # the last of its node
+            if self._between.feedback is not None:
+                self._between.feedback.rank = self._holders[rank]
+            node = list(self._holders).index(rank)
+            self._nodes.add_sum(node, _node_addend(self._between, self._inside, shard, node))
+            self._inside = None
+
+    def total(self) -> Load:
+        return self._nodes.total()
+
+
+def _node_addend(rules: Rules, load: Load, shard: Shard, node: int) -> Load:
+    return rules.read(rules.write(load, shard, Stage.NODE, node), shard, Stage.NODE)
+
+
+@dataclass(frozen=True)
+class Hierarchical(Reduction):
+    """Nodes of `size` neighbouring ranks (the last may be smaller). Inside a node, messages and sums are in `accumulate`.
+
+    `shards`: every rank of a node adds up a part of the chunk and takes it to its counterparts in the other nodes (two_shot
+    between them, in the wire's format): all links out of a node are used at once, and each carries 1 / size of the message.
+
+    `leaders` (arXiv 1807.11205): everything goes to the node's first rank; the leaders form a ring; then it is handed out.
+    """
+
+    size: int
+    variant: str = "shards"
+
+    sums_in_format = False
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a node has at least one rank, not {self.size}")
+        if self.variant not in VARIANTS:
+            raise ValueError(f"hierarchical has the variants {' and '.join(VARIANTS)}, not {self.variant!r}")
+
+    def __str__(self) -> str:
+        return f"hierarchical({self.size})" if self.variant == "shards" else f"hierarchical({self.size}, {self.variant})"
+
+    def _nodes(self, world: int) -> list[range]:
+        return [range(first, min(first + self.size, world)) for first in range(0, world, self.size)]
+
+    def shards(self, world: int) -> int:
+        nodes = len(self._nodes(world))
+        return nodes if self.variant == "leaders" else nodes * min(self.size, world)
+
+    def _between(self, rules: Rules) -> Rules:
+        """The rules between nodes: sums in float32 at their owners, or partial sums that travel in the wire's format."""
+        return replace(rules, accumulate=FP32 if self.variant == "shards" else None)
+
+    def exchange(self, job: Job) -> Steps:
+        if self.variant == "leaders":
+            yield from _through_leaders(job, self._nodes(job.link.world), self._between(job.rules))
+        else:
+            yield from _through_shards(job, self._nodes(job.link.world), self._between(job.rules))
+
+    def adder(self, shard: Shard, index: int, rules: Rules) -> Adder:
+        nodes, leaders = self._nodes(rules.world), self.variant == "leaders"
+        return NodeFold(shard, nodes, 0 if leaders else index // len(nodes), rules, self._between(rules), leaders)
+
+    def turn(self, rank: int, index: int, world: int) -> int:
+        return int(self.variant == "leaders" and rank // self.size < index)
+
+    def sent(self, layers_bytes: int, sums_bytes: int, world: int) -> float:
+        """Between nodes: what one node sends."""
+        nodes = len(self._nodes(world))
+        return 2 * (nodes - 1) / nodes * layers_bytes
+
+
+def _through_leaders(job: Job, nodes: list[range], between: Rules) -> Steps:
+    """1. Members send to their leader, which adds in rank order. 2. Leaders form a ring. 3. Leaders hand out the totals."""
+    me, rules = job.link.rank, job.rules
+    node = next(node for node in nodes if me in node)
+    leader, shards = node[0], range(len(job.chunk.shards))
+    if me != leader:
+        yield job.link.exchange({leader: job.write_all(shards, Stage.INSIDE)}, {})
+        message = job.room_for(shards, Stage.TOTAL)
+        yield job.link.exchange({}, {leader: message})
+        totals = job.split(message, shards, Stage.TOTAL)
+    else:
+        messages = {rank: job.room_for(shards, Stage.INSIDE) for rank in node}
+        messages[me] = job.write_all(shards, Stage.INSIDE)
+        yield job.link.exchange({}, messages)
+        arrived = {rank: job.split(messages[rank], shards, Stage.INSIDE) for rank in node}
+        sums = [
+            rules.fold((job.read(arrived[rank][i], i, Stage.INSIDE) for rank in node), job.chunk.shards[i], node)
+            for i in shards
+        ]
+        number = nodes.index(node)
+
+        def addend(index: int) -> Load:
+            return _node_addend(between, sums[index], job.chunk.shards[index], number)
+
+        totals = yield from ring_sum(job.under(between), [node[0] for node in nodes], addend)
+        if len(node) > 1:
+            whole = job.join([totals[i] for i in shards])
+            yield job.link.exchange(dict.fromkeys(node, whole), {})
+    for i in shards:
+        job.finish(totals[i], i)
+
+
+def _through_shards(job: Job, nodes: list[range], between: Rules) -> Steps:
+    """Shard (j, m) is added up inside every node by its holder of j, and over all nodes by node m's holder of j.
+
+    1. Inside: everybody sends shards (j, *) to the node's holder of j, which adds them in rank order.
+    2. Between: holders of j exchange the nodes' sums, encoded once; that of node m adds up (j, m) in node order, in float32.
+    3. Between: it encodes the total and sends it to the other holders of j.
+    4. Inside: holders hand the totals out, as the same bytes.
+    """
+    me, rules = job.link.rank, job.rules
+    here = next(number for number, node in enumerate(nodes) if me in node)
+    columns = len(job.chunk.shards) // len(nodes)
+
+    def holder(number: int, column: int) -> int:
+        return nodes[number][column % len(nodes[number])]
+
+    def of(rank: int, number: int) -> list[int]:
+        return [column for column in range(columns) if holder(number, column) == rank]
+
+    def rows(column: int) -> list[int]:
+        return [column * len(nodes) + number for number in range(len(nodes))]
+
+    def all_rows(held: list[int]) -> list[int]:
+        return [index for column in held for index in rows(column)]
+
+    held = of(me, here)
+    inside = {rank: job.write_all(all_rows(of(rank, here)), Stage.INSIDE) for rank in nodes[here]}
+    received = {rank: inside[me] if rank == me else job.room_for(all_rows(held), Stage.INSIDE) for rank in nodes[here]}
+    yield job.link.exchange(inside, received)
+    arrived = {rank: job.split(received[rank], all_rows(held), Stage.INSIDE) for rank in nodes[here]}
+    sums = {
+        i: rules.fold((job.read(arrived[rank][i], i, Stage.INSIDE) for rank in nodes[here]), job.chunk.shards[i], nodes[here])
+        for i in all_rows(held)
+    }
+
+    # Between two nodes of different sizes a rank may face several counterparts, and one of them several of its columns.
+    def facing(number: int) -> dict[int, list[int]]:
+        pairs: dict[int, list[int]] = {}
+        for column in held:
+            pairs.setdefault(holder(number, column), []).append(column)
+        return pairs
+
+    others = [number for number in range(len(nodes)) if number != here]
+    encoded = {i: between.write(sums[i], job.chunk.shards[i], Stage.NODE, here) for i in sums}
+    sends, receives, wanted = {}, {}, {}
+    for number in others:
+        for peer, shared in facing(number).items():
+            sends[peer] = job.join([encoded[rows(column)[number]] for column in shared])
+            wanted[peer] = [rows(column)[here] for column in shared]
+            receives[peer] = job.room_for(wanted[peer], Stage.NODE)
+    yield job.link.exchange(sends, receives)
+    came = {(i, peer): part for peer in wanted for i, part in job.split(receives[peer], wanted[peer], Stage.NODE).items()}
+    totals = {}
+    for column in held:
+        i = rows(column)[here]
+        messages = [encoded[i] if number == here else came[i, holder(number, column)] for number in range(len(nodes))]
+        addends = (between.read(message, job.chunk.shards[i], Stage.NODE) for message in messages)
+        whole = between.fold(addends, job.chunk.shards[i], range(len(nodes)))
+        totals[i] = between.write(whole, job.chunk.shards[i], Stage.TOTAL, 0)
+
+    sends, receives, wanted = {}, {}, {}
+    for number in others:
+        for peer, shared in facing(number).items():
+            sends[peer] = job.join([totals[rows(column)[here]] for column in shared])
+            wanted[peer] = [rows(column)[number] for column in shared]
+            receives[peer] = job.room_for(wanted[peer], Stage.TOTAL)
+    yield job.link.exchange(sends, receives)
+    for peer, indices in wanted.items():
+        totals |= job.split(receives[peer], indices, Stage.TOTAL)
+
+    mine = job.join([totals[i] for i in all_rows(held)])
+    gathered = {rank: job.room_for(all_rows(of(rank, here)), Stage.TOTAL) for rank in nodes[here] if rank != me}
+    yield job.link.exchange(dict.fromkeys(nodes[here], mine), gathered)
+    for rank, message in gathered.items():
+        totals |= job.split(message, all_rows(of(rank, here)), Stage.TOTAL)
+    for i, message in totals.items():
+        job.finish(message, i)

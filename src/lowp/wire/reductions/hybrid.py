@@ -1,0 +1,35 @@
+"""One reduction for small buckets, another for large ones."""
+
+from dataclasses import dataclass
+
+from lowp.wire.plan import Shard
+from lowp.wire.reductions.base import Adder, Job, Reduction, Steps
+from lowp.wire.rules import Rules
+
+
+@dataclass(frozen=True)
+class Hybrid(Reduction):
+    """`small` for buckets of up to `threshold` elements, where latency counts; `large` above it, where bandwidth does."""
+
+    small: Reduction
+    large: Reduction
+    threshold: int = 1 << 16
+
+    def __str__(self) -> str:
+        return f"hybrid({self.small}, {self.large}, {self.threshold})"
+
+    def of_size(self, elements: int) -> Reduction:
+        return self.small if elements <= self.threshold else self.large
+
+    def check(self, world: int) -> None:
+        self.small.check(world)
+        self.large.check(world)
+
+    def exchange(self, job: Job) -> Steps:
+        raise AssertionError("a hybrid is resolved by of_size before it is used")
+
+    def adder(self, shard: Shard, index: int, rules: Rules) -> Adder:
+        raise AssertionError("a hybrid is resolved by of_size before it is used")
+
+    def sent(self, layers_bytes: int, sums_bytes: int, world: int) -> float:
+        return self.of_size(layers_bytes).sent(layers_bytes, sums_bytes, world)

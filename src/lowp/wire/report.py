@@ -1,0 +1,132 @@
+"""What compression did: bytes, time, and what rounding lost."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from lowp.formats import BlockFormat
+from lowp.tensor.ops import quantize
+from lowp.wire import scaling
+from lowp.wire.codec import Codec
+
+SAMPLE = 1024  # elements of a message that are looked at for saturation and underflow
+
+
+@dataclass
+class Report:
+    """Figures of one step or of many.
+
+    `saturated` and `underflowed` are fractions of the finite, non-zero numbers that this rank encoded, estimated from the first
+    1,024 of each message (all of them, when errors are measured). `relative_error` is |ours - exact| / |exact| of the sum.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    elements: int = 0
+    bytes_sent: int = 0
+    bytes_of_fp32: float = 0.0
+    encode_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    seen: float = 0.0
+    saturated_count: float = 0.0
+    underflowed_count: float = 0.0
+    error_squared: float = 0.0
+    exact_squared: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than float32."""
+        return self.bytes_of_fp32 / self.bytes_sent if self.bytes_sent else math.nan
+
+    @property
+    def saturated(self) -> float:
+        return self.saturated_count / self.seen if self.seen else 0.0
+
+    @property
+    def underflowed(self) -> float:
+        return self.underflowed_count / self.seen if self.seen else 0.0
+
+    @property
+    def relative_error(self) -> float | None:
+        """None unless it was asked for (measure=True)."""
+        return math.sqrt(self.error_squared / self.exact_squared) if self.exact_squared else None
+
+    def add(self, other: "Report") -> None:
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
+
+    def __str__(self) -> str:
+        megabytes = self.bytes_sent / 1e6
+        text = (
+            f"{self.steps} steps ({self.skipped} skipped): {megabytes:.3g} MB sent, {self.ratio:.2f} x fewer than fp32; "
+            f"encode {self.encode_seconds:.3g} s, transfer {self.transfer_seconds:.3g} s, decode {self.decode_seconds:.3g} s; "
+            f"{self.saturated:.2%} saturated, {self.underflowed:.2%} underflowed"
+        )
+        return text if self.relative_error is None else f"{text}; relative error {self.relative_error:.2e}"
+
+
+class Meter:
+    """Collects a step's figures. On CUDA nothing here waits for the device until the figures are asked for."""
+
+    def __init__(self, whole: bool = False) -> None:
+        self._whole = whole
+        self.report = Report()
+        self._counts: Tensor | None = None  # seen, saturated, underflowed
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def timed(self, what: str, device: torch.device) -> Iterator[None]:
+        """`what` is encode, transfer or decode."""
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((what, begin, end))
+            return
+        began = time.perf_counter()
+        yield
+        self._spend(what, time.perf_counter() - began)
+
+    def _spend(self, what: str, seconds: float) -> None:
+        setattr(self.report, f"{what}_seconds", getattr(self.report, f"{what}_seconds") + seconds)
+
+    def see(self, codec: Codec, numbers: Tensor) -> None:
+        """Count what saturates and what becomes zero. `numbers` are as scaled for all ranks, but not by a scale of their own."""
+        if not codec.scale.shared or isinstance(codec.format, BlockFormat):
+            top = scaling.largest(numbers).to(torch.float32).reshape(1)
+            shifts = scaling.shifts_of(scaling.fitting_bytes(top, codec.format)) if not codec.scale.shared else torch.zeros_like(top).int()
+            factor = scaling.power_of_two(shifts)
+        else:
+            factor = None
+        sample = numbers if self._whole else numbers[:SAMPLE]
+        sample = sample if factor is None else sample * factor
+        rounded = quantize(sample, codec.format, saturate=True)
+        zero = sample == 0
+        counts = torch.stack([
+            (~zero).sum(),
+            ((sample.abs() > codec.format.max) & sample.isfinite()).sum(),
+            ((rounded == 0) & ~zero).sum(),
+        ]).to(torch.float64)
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def finish(self) -> Report:
+        """The figures; on CUDA this waits for the device."""
+        if self._counts is not None:
+            seen, saturated, underflowed = self._counts.tolist()
+            self.report.seen += seen
+            self.report.saturated_count += saturated
+            self.report.underflowed_count += underflowed
+            self._counts = None
+        for what, begin, end in self._events:
+            end.synchronize()
+            self._spend(what, begin.elapsed_time(end) / 1e3)
+        self._events.clear()
+        return self.report

@@ -1,0 +1,187 @@
+"""What the order of additions leaves open: the codec of every stage, how sums are rounded, which noise is drawn.
+
+Real and virtual worlds share this file, so that they can differ in nothing but who holds the numbers.
+
+Stages of a gradient's way:
+- ADDEND: a rank's own numbers, rounded to the wire's format (with error feedback, what rounding lost is added next time);
+- INSIDE: a rank's own numbers on the way within a node, in the format of sums;
+- NODE: the sum of a node, rounded to the wire's format;
+- PARTIAL: a sum on the way, rounded to the format of sums after every addition;
+- TOTAL: the sum of all ranks, rounded once more to the wire's format. Every rank decodes the same bytes.
+"""
+
+import enum
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lowp.formats import AnyFormat
+from lowp.formats.floats import FP32
+from lowp.tensor.noise import Noise
+from lowp.wire.codec import Codec, partial_codec, total_codec
+from lowp.wire.feedback import Feedback
+from lowp.wire.plan import Part, Shard
+from lowp.wire.report import Meter
+
+
+class Stage(enum.IntEnum):
+    ADDEND = 0
+    INSIDE = 1
+    NODE = 2
+    PARTIAL = 3
+    TOTAL = 4
+    KAHAN_ADDEND = 5
+    KAHAN_DIFFERENCE = 6
+    KAHAN_LOST = 7
+
+
+@dataclass
+class Load:
+    """The numbers of one shard (float32, scaled where ranks share a scale) and the largest header byte of each part.
+
+    `lost` is Kahan's compensation: what rounding has taken from the numbers so far.
+    """
+
+    numbers: Tensor
+    peaks: Tensor
+    lost: Tensor | None = None
+
+
+@dataclass
+class Rules:
+    """`accumulate` is the format of sums; None stands for float32 in `two_shot` and for the wire's own format elsewhere."""
+
+    world: int
+    accumulate: AnyFormat | None = None
+    kahan: bool = False
+    seed: int = 0
+    step: int = 0
+    feedback: Feedback | None = None
+    meter: Meter | None = None
+    factors: list = field(default_factory=list)  # by which each layer was multiplied
+
+    def codec(self, part: Part, stage: Stage) -> Codec:
+        match stage:
+            case Stage.ADDEND | Stage.NODE:
+                return part.codec
+            case Stage.TOTAL:
+                return total_codec(part.codec, self.world)
+            case Stage.INSIDE:
+                return replace(part.codec, format=self.accumulate or FP32, keep=1.0)
+            case _:
+                return partial_codec(part.codec, self.accumulate or part.codec.format, self.world)
+
+    def length(self, shard: Shard, stage: Stage) -> int:
+        """Bytes of a shard's message, or of half of it where Kahan's compensation travels along."""
+        return sum(self.codec(part, stage).wire_bytes(part.size) for part in shard.parts)
+
+    def room(self, shard: Shard, stage: Stage, device: torch.device) -> Tensor:
+        """For a message to be received."""
+        twice = self.kahan and stage == Stage.PARTIAL
+        return torch.empty(self.length(shard, stage) * (2 if twice else 1), dtype=torch.uint8, device=device)
+
+    def write(self, load: Load, shard: Shard, stage: Stage, actor: int) -> Tensor:
+        """A shard's message. `actor` is the rank or node that rounds: everybody draws its own noise."""
+        with self._timed("encode", load.numbers.device):
+            return self._write(load, shard, stage, actor)
+
+    def _write(self, load: Load, shard: Shard, stage: Stage, actor: int) -> Tensor:
+        message = self.room(shard, stage, load.numbers.device)
+        position = 0
+        for numbers in [load.numbers] if load.lost is None or stage != Stage.PARTIAL else [load.numbers, load.lost]:
+            for index, part in enumerate(shard.parts):
+                codec = self.codec(part, stage)
+                room = message[position : position + codec.wire_bytes(part.size)]
+                position += room.numel()
+                self._write_part(numbers[part.offset : part.offset + part.size], load.peaks[index : index + 1], part, stage, actor, room)
+        return message
+
+    def _write_part(self, numbers: Tensor, peak: Tensor, part: Part, stage: Stage, actor: int, room: Tensor) -> None:
+        codec = self.codec(part, stage)
+        first = stage in (Stage.ADDEND, Stage.NODE)  # what is lost here can be kept
+        if first and self.feedback is not None:
+            numbers = self.feedback.add(numbers, part, self.factors[part.layer])
+        codec.encode(numbers, room, self.noise(part, stage, actor) if codec.stochastic else None, peak)
+        if first and self.feedback is not None:
+            decoded = torch.empty_like(numbers)
+            codec.decode(room, decoded)
+            self.feedback.keep(numbers, decoded, part, self.factors[part.layer])
+        if first and self.meter is not None:
+            self.meter.see(codec, numbers)
+
+    def read(self, message: Tensor, shard: Shard, stage: Stage, out: Tensor | None = None) -> Load:
+        """What a message says, in `out` where that is given."""
+        with self._timed("decode", message.device):
+            return self._read(message, shard, stage, out)
+
+    def _read(self, message: Tensor, shard: Shard, stage: Stage, out: Tensor | None) -> Load:
+        numbers = torch.empty(shard.size, dtype=torch.float32, device=message.device) if out is None else out
+        load = Load(numbers, torch.zeros(len(shard.parts), dtype=torch.uint8, device=message.device))
+        if self.kahan and stage == Stage.PARTIAL:
+            load.lost = torch.empty_like(numbers)
+        position = 0
+        for target in [load.numbers] if load.lost is None else [load.numbers, load.lost]:
+            for index, part in enumerate(shard.parts):
+                codec = self.codec(part, stage)
+                end = position + codec.wire_bytes(part.size)
+                peak = load.peaks[index : index + 1] if target is load.numbers else None
+                codec.decode(message[position:end], target[part.offset : part.offset + part.size], peak)
+                position = end
+        return load
+
+    def _timed(self, what: str, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.timed(what, device)
+
+    def addend(self, load: Load, shard: Shard, actor: int) -> Load:
+        """A rank's own numbers as they would arrive elsewhere."""
+        return self.read(self.write(load, shard, Stage.ADDEND, actor), shard, Stage.ADDEND)
+
+    def sent_on(self, total: Load, shard: Shard, actor: int) -> Load:
+        """A partial sum as it would arrive elsewhere. It is rounded already, but a scale of its own may round it again."""
+        if all(part.codec.scale.shared and part.codec.keep == 1 for part in shard.parts):
+            return total
+        return self.read(self.write(total, shard, Stage.PARTIAL, actor), shard, Stage.PARTIAL)
+
+    def noise(self, part: Part, stage: Stage, actor: int) -> Noise:
+        """Counted by element of the layer, so that it does not matter how a bucket is cut."""
+        return Noise(self.seed, self.step, (part.number << 32) | (stage << 24) | actor, part.start)
+
+    def round_(self, numbers: Tensor, shard: Shard, stage: Stage, actor: int) -> Tensor:
+        """Round to the format of sums, in place."""
+        for part in shard.parts:
+            codec = self.codec(part, Stage.PARTIAL)
+            if codec.format != FP32:
+                codec.round_(numbers[part.offset : part.offset + part.size], self.noise(part, stage, actor))
+        return numbers
+
+    def begin(self, load: Load, shard: Shard, actor: int) -> Load:
+        """The first addend as a sum. It takes over the load."""
+        self.round_(load.numbers, shard, Stage.PARTIAL, actor)
+        return Load(load.numbers, load.peaks, torch.zeros_like(load.numbers) if self.kahan else None)
+
+    def add(self, total: Load, load: Load, shard: Shard, actor: int) -> Load:
+        """`total + load`, rounded to the format of sums; with Kahan, y = Q(x - c); t = Q(r + y); c = Q(Q(t - r) - y).
+
+        It takes over both. `load` may itself be a sum with a compensation.
+        """
+        peaks = torch.maximum(total.peaks, load.peaks)
+        if total.lost is None:
+            return Load(self.round_(total.numbers.add_(load.numbers), shard, Stage.PARTIAL, actor), peaks)
+        addend = load.numbers
+        if load.lost is not None:
+            addend = self.round_(addend.sub_(load.lost), shard, Stage.KAHAN_ADDEND, actor)
+        addend = self.round_(addend.sub_(total.lost), shard, Stage.KAHAN_ADDEND, actor)
+        numbers = self.round_(total.numbers + addend, shard, Stage.PARTIAL, actor)
+        difference = self.round_(numbers - total.numbers, shard, Stage.KAHAN_DIFFERENCE, actor)
+        return Load(numbers, peaks, self.round_(difference.sub_(addend), shard, Stage.KAHAN_LOST, actor))
+
+    def fold(self, loads: Iterable[Load], shard: Shard, actors: Iterable[int]) -> Load:
+        """Add one after the other."""
+        total: Load | None = None
+        for load, actor in zip(loads, actors, strict=True):
+            total = self.begin(load, shard, actor) if total is None else self.add(total, load, shard, actor)
+        assert total is not None
+        return total

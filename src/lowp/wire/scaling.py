@@ -1,0 +1,128 @@
+"""Powers of two that bring gradients into a format's range. Multiplying by them never rounds.
+
+- `none`: no scaling.
+- `aps`: Auto Precision Scaling (arXiv 1911.08907). Per layer, `E = ceil(log2(max |g| * world))` bounds the sum; the ranks agree
+  on the largest E by one MAX of a byte a layer; everybody multiplies by 2^(exponent of the format's maximum - E).
+- `aps_delayed`: the same with last step's E and one binade of headroom. E travels with the gradients: no extra message.
+- `local`: every message is scaled by its own maximum, layer by layer, and carries the exponent: no agreement, no headroom.
+- `block:<n>`: the same for every n elements.
+
+Exponents travel as bytes. 0 says that everything is zero, 255 that something is not finite. Where the published code takes the
+logarithm of zero, or scales by infinity, the exponents here end at +-126: that is as far as float32 reaches.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowp.formats import AnyFormat
+
+ZERO, NONFINITE = 0, 255
+_BOUND_BIAS = 116  # of E, which spans -115 (a layer below 2^-115 counts as that) to 138 (float32's maximum on 1024 ranks)
+_SHIFT_BIAS = 127  # of shifts
+MAX_SHIFT = 126
+KINDS = ("none", "aps", "aps_delayed", "local", "block:<n>")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How numbers are brought into a format's range; `block` is the number of elements that share a scale, if they do."""
+
+    kind: str
+    block: int = 0
+
+    @property
+    def shared(self) -> bool:
+        """Do all ranks use one scale, so that scaled numbers can be added?"""
+        return self.kind in ("none", "aps", "aps_delayed")
+
+    @property
+    def agreed(self) -> bool:
+        """Is there a message before the gradients?"""
+        return self.kind == "aps"
+
+    def __str__(self) -> str:
+        return f"block:{self.block}" if self.kind == "block" else self.kind
+
+
+def scale_of(text: "str | Scale") -> Scale:
+    """Parse `none`, `aps`, `aps_delayed`, `local` or `block:<n>`."""
+    if isinstance(text, Scale):
+        return text
+    if text in KINDS[:4]:
+        return Scale(text)
+    kind, _, size = str(text).partition(":")
+    if kind == "block" and size.isdigit() and 1 <= int(size) <= 1 << 16:
+        return Scale("block", int(size))
+    raise ValueError(f"unknown scale {text!r}; it is one of {', '.join(KINDS)} (n from 1 to 65536)")
+
+
+SCALES = (Scale("none"), Scale("aps"), Scale("aps_delayed"), Scale("local"), Scale("block", 64))
+
+
+def bound_bytes(maxima: Tensor, world: int) -> Tensor:
+    """The byte of `E = ceil(log2(maximum * world))` for each layer's largest magnitude (NaN or infinite where it is)."""
+    fraction, exponent = torch.frexp(maxima.to(torch.float64) * world)
+    bound = exponent - (fraction == 0.5).to(exponent.dtype)  # a power of two is its own bound
+    return _marked((bound + _BOUND_BIAS).clamp(1, 254), maxima)
+
+
+def aps_shifts(bounds: Tensor, emax: Tensor, headroom: int = 0) -> Tensor:
+    """The power of two for each layer, from the agreed bytes and the exponent of each layer's format's maximum."""
+    shifts = (emax - (bounds.to(torch.int32) - _BOUND_BIAS) - headroom).clamp(-MAX_SHIFT, MAX_SHIFT)
+    return torch.where((bounds == ZERO) | (bounds == NONFINITE), torch.zeros_like(shifts), shifts)
+
+
+def emax_of(fmt: AnyFormat) -> int:
+    """The exponent of the largest power of two in a format: 15 for e5m2, as in the paper's 2^(e-1) - 1."""
+    return math.frexp(fmt.max)[1] - 1
+
+
+def fitting_bytes(maxima: Tensor, fmt: AnyFormat) -> Tensor:
+    """The byte of the largest shift that keeps each maximum (float32) within the format.
+
+    With max = 2^e * 1.f and the format's own 2^E * 1.F, that is E - e, and one less where f exceeds F.
+    """
+    bits = maxima.contiguous().view(torch.int32)
+    fraction = math.floor((fmt.max / 2.0 ** emax_of(fmt) - 1) * (1 << 23))
+    shift = emax_of(fmt) - ((bits >> 23) - 127) - ((bits & 0x7FFFFF) > fraction).to(torch.int32)
+    return _marked(shift.clamp(-MAX_SHIFT, MAX_SHIFT) + _SHIFT_BIAS, maxima)
+
+
+def fitting_byte(maximum: float, fmt: AnyFormat) -> int:
+    """`fitting_bytes` of one number, for the CPU, where ten small tensor operations cost more than the encoding."""
+    if maximum == 0:
+        return ZERO
+    if not math.isfinite(maximum):
+        return NONFINITE
+    exponent = max(math.frexp(maximum)[1] - 1, -127)
+    shift = emax_of(fmt) - exponent - (math.ldexp(maximum, -exponent) > fmt.max / 2.0 ** emax_of(fmt))
+    return min(max(shift, -MAX_SHIFT), MAX_SHIFT) + _SHIFT_BIAS
+
+
+def shifts_of(fitting: Tensor) -> Tensor:
+    """The powers of two that such bytes stand for."""
+    shifts = fitting.to(torch.int32) - _SHIFT_BIAS
+    return torch.where((fitting == ZERO) | (fitting == NONFINITE), torch.zeros_like(shifts), shifts)
+
+
+def shift_of(fitting: int) -> int:
+    return 0 if fitting in (ZERO, NONFINITE) else fitting - _SHIFT_BIAS
+
+
+def power_of_two(shifts: Tensor) -> Tensor:
+    """2^shift in float32, exactly, for shifts of up to +-126."""
+    return ((shifts + 127) << 23).view(torch.float32)
+
+
+def largest(numbers: Tensor) -> Tensor:
+    """The largest magnitude, as a tensor of no dimension; NaN if there is one. (vector_norm is ten times slower on a CPU.)"""
+    low, high = torch.aminmax(numbers)
+    return torch.maximum(-low, high)
+
+
+def _marked(found: Tensor, maxima: Tensor) -> Tensor:
+    found = torch.where(maxima == 0, torch.full_like(found, ZERO), found)
+    return torch.where(maxima.isfinite(), found, torch.full_like(found, NONFINITE)).to(torch.uint8)

@@ -1,0 +1,133 @@
+"""What a user asks for, checked, and what follows from it for every parameter."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from lowp.formats import AnyFormat
+from lowp.formats import format as parse_format
+from lowp.formats.floats import FP32
+from lowp.wire.codec import Codec, codec_of
+from lowp.wire.payload import check_format
+from lowp.wire.plan import CHUNK
+from lowp.wire.reductions import reduction_of
+from lowp.wire.reductions.base import Reduction, default_accumulate
+from lowp.wire.scaling import Scale, scale_of
+
+NONFINITE = ("propagate", "skip", "raise")
+Formatish = str | AnyFormat | Codec
+Scheduled = Formatish | Mapping[int, Formatish] | Callable[[int], Formatish]
+
+UNCOMPRESSED = Codec(FP32, scale=Scale("none"))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How gradients travel. Everything here must be the same on all ranks, and is compared when they meet."""
+
+    format: Scheduled
+    scale: Scale = Scale("local")  # noqa: RUF009  # frozen
+    rounding: str = "nearest"
+    reduction: str | Reduction = "two_shot"
+    accumulate: AnyFormat | None = None
+    kahan: bool = False
+    skip: tuple[str, ...] = ()
+    layers: Mapping[str, Scheduled] = field(default_factory=dict)
+    error_feedback: bool = False
+    nonfinite: str = "propagate"
+    seed: int = 0
+    measure: bool = False
+    chunk: int = CHUNK
+
+    @classmethod
+    def of(
+        cls,
+        format: Scheduled,
+        *,
+        scale: "str | Scale" = "local",
+        rounding: str = "nearest",
+        reduction: "str | Reduction" = "two_shot",
+        accumulate: "str | AnyFormat | None" = None,
+        kahan: bool = False,
+        skip: "str | Iterable[str]" = (),
+        layers: "Mapping[str, Scheduled] | None" = None,
+        error_feedback: bool = False,
+        nonfinite: str = "propagate",
+        seed: int = 0,
+        measure: bool = False,
+        chunk: int = CHUNK,
+    ) -> "Settings":
+        """Check what a user says; the names are those of `compress_gradients`."""
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"unknown nonfinite={nonfinite!r}; it is one of {', '.join(NONFINITE)}")
+        if chunk < 1:
+            raise ValueError(f"a chunk has at least one element, not {chunk}")
+        if reduction != "auto":
+            reduction = reduction_of(reduction)
+        settings = cls(
+            format=dict(format) if isinstance(format, Mapping) else format,
+            scale=scale_of(scale),
+            rounding=rounding,
+            reduction=reduction,
+            accumulate=None if accumulate is None else check_format(parse_format(accumulate)),
+            kahan=kahan,
+            skip=(skip,) if isinstance(skip, str) else tuple(skip),
+            layers=dict(layers or {}),
+            error_feedback=error_feedback,
+            nonfinite=nonfinite,
+            seed=seed,
+            measure=measure,
+            chunk=chunk,
+        )
+        settings.codec_at(settings.format, 0)
+        for choice in settings.layers.values():
+            settings.codec_at(choice, 0)
+        return settings
+
+    def codec_at(self, choice: Scheduled, step: int) -> Codec:
+        """The codec of a schedule at a step: {first step: format, ...}, a function of the step, or one format for all."""
+        if isinstance(choice, Mapping):
+            if not choice or min(choice) > 0:
+                raise ValueError(f"a schedule maps first steps to formats and begins with step 0, not {dict(choice)!r}")
+            choice = choice[max(first for first in choice if first <= step)]
+        elif callable(choice):
+            choice = choice(step)
+        codec = codec_of(choice, self.rounding, self.scale)
+        return UNCOMPRESSED if codec.format == FP32 and codec.keep == 1 else codec
+
+    def codec(self, name: str, dimensions: int, last: bool, step: int) -> Codec:
+        """The codec of one parameter: its own entry in `layers`, else float32 if it is skipped, else the common one.
+
+        Patterns are those of shells ("*.bias"); "last" stands for the model's last layer, "1d" for biases and norms.
+        """
+        for pattern, choice in self.layers.items():
+            if (pattern == "last" and last) or (pattern == "1d" and dimensions <= 1) or fnmatchcase(name, pattern):
+                return self.codec_at(choice, step)
+        for pattern in self.skip:
+            if (pattern == "1d" and dimensions <= 1) or (pattern == "last" and last) or fnmatchcase(name, pattern):
+                return UNCOMPRESSED
+        return self.codec_at(self.format, step)
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """Patterns that match no parameter: surely a mistake."""
+        names = list(names)
+        patterns = [*self.layers, *self.skip]
+        return [p for p in patterns if p not in ("1d", "last") and not any(fnmatchcase(name, p) for name in names)]
+
+    def sums(self, reduction: Reduction) -> AnyFormat | None:
+        return default_accumulate(reduction, self.accumulate)
+
+    def describe(self) -> str:
+        """One line for people and for comparing ranks."""
+        def text(choice: Scheduled) -> str:
+            if isinstance(choice, Mapping):
+                return "{" + ", ".join(f"{step}: {text(format)}" for step, format in choice.items()) + "}"
+            return getattr(choice, "__qualname__", "a schedule") if callable(choice) and not isinstance(choice, Codec) else str(choice)
+
+        layers = ", ".join(f"{pattern}: {text(choice)}" for pattern, choice in self.layers.items())
+        return (
+            f"format={text(self.format)} scale={self.scale} rounding={self.rounding} reduction={self.reduction} "
+            f"accumulate={self.accumulate} kahan={self.kahan} skip={list(self.skip)} layers={{{layers}}} "
+            f"error_feedback={self.error_feedback} nonfinite={self.nonfinite} seed={self.seed} measure={self.measure} "
+            f"chunk={self.chunk}"
+        )
