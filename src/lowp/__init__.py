@@ -23,5 +23,14 @@ from lowp.tensor.ops import fake_quantize as fake_quantize
 from lowp.tensor.ops import quantize as quantize
 from lowp.tensor.packing import pack as pack
 from lowp.tensor.packing import unpack as unpack
+from lowp.wire import fsdp as fsdp
+from lowp.wire.collectives import all_reduce as all_reduce
+from lowp.wire.compressor import Compressor as Compressor
+from lowp.wire.ddp import compress_gradients as compress_gradients
+from lowp.wire.errors import NonFiniteGradient as NonFiniteGradient
+from lowp.wire.errors import ReplicasDiffer as ReplicasDiffer
+from lowp.wire.faults import CollectiveError as CollectiveError
+from lowp.wire.replicas import check_replicas as check_replicas
+from lowp.wire.virtual import VirtualWorld as VirtualWorld
 
 __version__ = "0.1.0"

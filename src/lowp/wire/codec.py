@@ -159,9 +159,7 @@ def _indices_of_largest(numbers: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(chosen, size=count).view(-1)
 
 
-def codec_of(
-    text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale" = "local"
-) -> Codec:
+def codec_of(text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale" = "local") -> Codec:
     """A codec from a format ("e5m2"), or "topk:<fraction>" with an optional format for the values ("topk:.01:e4m3fn")."""
     if isinstance(text, Codec):
         return text

@@ -55,7 +55,7 @@ def all_reduce(
         raise ValueError("error feedback needs a memory between steps: use compress_gradients")
     if not dist.is_initialized():
         raise RuntimeError("lowp.all_reduce needs torch.distributed: call torch.distributed.init_process_group first")
-    communicator = _communicator(group, tensor.device)
+    communicator = communicator_for(group, tensor.device)
     _agree_once(communicator, f"{chosen.describe()} op={op} elements={tensor.numel()} dtype={tensor.dtype} step={step}")
     reduction = chosen.reduction
     if reduction == "auto":
@@ -77,7 +77,7 @@ def check_gradient(tensor: Tensor, name: str) -> None:
         raise TypeError(f"{name} takes float32, float16, bfloat16 or float64 tensors, not {tensor.dtype}")
 
 
-def _communicator(group: Any, device: torch.device) -> Communicator:
+def communicator_for(group: Any, device: torch.device) -> Communicator:
     parent = dist.group.WORLD if group is None else group
     if parent is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not in the group")

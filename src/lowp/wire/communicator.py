@@ -29,8 +29,12 @@ class Communicator:
         backend = "nccl" if device.type == "cuda" else "gloo"
         idle = _idle.setdefault(dist.group.WORLD, {}).setdefault((*ranks, backend, self.timeout), [])
         self._idle = idle
-        self.link = idle.pop() if idle else GroupLink(
-            dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True, group_desc="lowp")
+        self.link = (
+            idle.pop()
+            if idle
+            else GroupLink(
+                dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True, group_desc="lowp")
+            )
         )
         self.closed = False
 

@@ -133,7 +133,9 @@ class Compressor:
             if self.settings.nonfinite == "raise":
                 first = min(bad, key=self._numbers.__getitem__)
                 more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-                raise NonFiniteGradient(f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank")
+                raise NonFiniteGradient(
+                    f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank"
+                )
 
     def _collect(self) -> None:
         for meter in self._meters:

@@ -81,7 +81,9 @@ class SharedScales:
         if not bounds:
             return found
         emax = torch.tensor(
-            [scaling.emax_of(self._layers[i].codec.format) - (i in delayed) for i in bounds], dtype=torch.int32, device=self._device
+            [scaling.emax_of(self._layers[i].codec.format) - (i in delayed) for i in bounds],
+            dtype=torch.int32,
+            device=self._device,
         )
         powers = scaling.power_of_two(scaling.aps_shifts(torch.stack(list(bounds.values())), emax))
         values = powers.tolist() if self._device.type == "cpu" else list(powers)
@@ -93,7 +95,9 @@ class SharedScales:
         """255 for each layer that is known not to be finite on some rank."""
         marks = torch.zeros(len(self._layers), dtype=torch.uint8, device=self._device)
         if self.bounds is not None:
-            marks[torch.tensor(self._now, device=self._device)] = torch.where(self.bounds == NONFINITE, NONFINITE, 0).to(torch.uint8)
+            marks[torch.tensor(self._now, device=self._device)] = torch.where(self.bounds == NONFINITE, NONFINITE, 0).to(
+                torch.uint8
+            )
         return marks
 
 
@@ -129,7 +133,9 @@ def enter(flat: Tensor, chunk: Chunk, factors: list[Any], world: int) -> tuple[T
     return numbers, peaks
 
 
-def leave(numbers: Tensor, peaks: Tensor, chunk: Chunk, factors: list[Any], marks: Tensor, divisor: int, flat: Tensor) -> Tensor:
+def leave(
+    numbers: Tensor, peaks: Tensor, chunk: Chunk, factors: list[Any], marks: Tensor, divisor: int, flat: Tensor
+) -> Tensor:
     """Unscale, divide, and put the sums where they belong; NaN for parts that were not finite. Returns the parts' marks."""
     parts = _placed(chunk)
     layers = torch.tensor([part.layer for part, _ in parts], device=flat.device)
@@ -200,8 +206,12 @@ class BucketExchange:
         for layer in self._layers:
             offsets.append(offsets[-1] + layer.size)
         bounds = self._scales.measure(lambda i: self._flat[offsets[i] : offsets[i + 1]])
-        if bounds is not None:
-            yield self._link.maximum(bounds)
+        pending = [] if bounds is None else self._link.maximum(bounds)
+        if self._settings.measure:
+            self._exact = self._flat.to(torch.float32, copy=True)
+            pending += self._link.plain_sum(self._exact)
+        if pending:
+            yield pending
         self._factors = self._scales.factors()
         self._marks = self._scales.marks()
         names = tuple(layer.name for layer in self._layers)
@@ -240,6 +250,8 @@ class BucketExchange:
 
     def _finish(self) -> None:
         remember_bounds(self._state, self._layers, self._travelled())
+        if self._settings.measure:
+            self._meter.compare(self._flat, self._exact.div_(self._divisor))
         self._done(self._bad)
 
     def _travelled(self) -> dict[int, Tensor]:

@@ -43,6 +43,12 @@ class GroupLink:
         self.bytes_sent += 2 * numbers.numel() * numbers.element_size()
         return [Pending(work, "agreeing on scales")]
 
+    def plain_sum(self, numbers: Tensor) -> list[Pending]:
+        """Start adding up without compression, to measure errors by. Not counted: it is not part of the exchange."""
+        if self.world == 1:
+            return []
+        return [Pending(dist.all_reduce(numbers, group=self.group, async_op=True), "adding up without compression")]
+
     def for_chunk(self) -> "ChunkLink":
         """A link for the next chunk. All ranks begin chunks in the same order."""
         self._chunks += 1

@@ -79,6 +79,7 @@ class Meter:
         self._whole = whole
         self.report = Report()
         self._counts: Tensor | None = None  # seen, saturated, underflowed
+        self._errors: Tensor | None = None  # squares of the errors, squares of the exact sums
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -102,7 +103,11 @@ class Meter:
         """Count what saturates and what becomes zero. `numbers` are as scaled for all ranks, but not by a scale of their own."""
         if not codec.scale.shared or isinstance(codec.format, BlockFormat):
             top = scaling.largest(numbers).to(torch.float32).reshape(1)
-            shifts = scaling.shifts_of(scaling.fitting_bytes(top, codec.format)) if not codec.scale.shared else torch.zeros_like(top).int()
+            shifts = (
+                scaling.shifts_of(scaling.fitting_bytes(top, codec.format))
+                if not codec.scale.shared
+                else torch.zeros_like(top).int()
+            )
             factor = scaling.power_of_two(shifts)
         else:
             factor = None
@@ -110,12 +115,22 @@ class Meter:
         sample = sample if factor is None else sample * factor
         rounded = quantize(sample, codec.format, saturate=True)
         zero = sample == 0
-        counts = torch.stack([
-            (~zero).sum(),
-            ((sample.abs() > codec.format.max) & sample.isfinite()).sum(),
-            ((rounded == 0) & ~zero).sum(),
-        ]).to(torch.float64)
+        counts = torch.stack(
+            [
+                (~zero).sum(),
+                ((sample.abs() > codec.format.max) & sample.isfinite()).sum(),
+                ((rounded == 0) & ~zero).sum(),
+            ]
+        ).to(torch.float64)
         self._counts = counts if self._counts is None else self._counts + counts
+
+    def compare(self, ours: Tensor, exact: Tensor) -> None:
+        """Note the error of a sum, where both are finite."""
+        ours, exact = ours.to(torch.float64), exact.to(torch.float64)
+        finite = ours.isfinite() & exact.isfinite()
+        zero = torch.zeros((), dtype=torch.float64, device=ours.device)
+        errors = torch.stack([torch.where(finite, x, zero).square().sum() for x in (ours - exact, exact)])
+        self._errors = errors if self._errors is None else self._errors + errors
 
     def finish(self) -> Report:
         """The figures; on CUDA this waits for the device."""
@@ -125,6 +140,11 @@ class Meter:
             self.report.saturated_count += saturated
             self.report.underflowed_count += underflowed
             self._counts = None
+        if self._errors is not None:
+            error, exact = self._errors.tolist()
+            self.report.error_squared += error
+            self.report.exact_squared += exact
+            self._errors = None
         for what, begin, end in self._events:
             end.synchronize()
             self._spend(what, begin.elapsed_time(end) / 1e3)

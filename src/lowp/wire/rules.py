@@ -96,7 +96,9 @@ class Rules:
                 codec = self.codec(part, stage)
                 room = message[position : position + codec.wire_bytes(part.size)]
                 position += room.numel()
-                self._write_part(numbers[part.offset : part.offset + part.size], load.peaks[index : index + 1], part, stage, actor, room)
+                self._write_part(
+                    numbers[part.offset : part.offset + part.size], load.peaks[index : index + 1], part, stage, actor, room
+                )
         return message
 
     def _write_part(self, numbers: Tensor, peak: Tensor, part: Part, stage: Stage, actor: int, room: Tensor) -> None:

@@ -119,10 +119,15 @@ class Settings:
 
     def describe(self) -> str:
         """One line for people and for comparing ranks."""
+
         def text(choice: Scheduled) -> str:
             if isinstance(choice, Mapping):
                 return "{" + ", ".join(f"{step}: {text(format)}" for step, format in choice.items()) + "}"
-            return getattr(choice, "__qualname__", "a schedule") if callable(choice) and not isinstance(choice, Codec) else str(choice)
+            return (
+                getattr(choice, "__qualname__", "a schedule")
+                if callable(choice) and not isinstance(choice, Codec)
+                else str(choice)
+            )
 
         layers = ", ".join(f"{pattern}: {text(choice)}" for pattern, choice in self.layers.items())
         return (

@@ -55,7 +55,9 @@ class VirtualWorld:
             raise ValueError(f"op is 'sum' or 'mean', not {op!r}")
         first = source(0)
         names, tensors = _named(first)
-        exchange = VirtualExchange(self.size, {n: t.shape for n, t in zip(names, tensors, strict=True)}, Settings.of(format, **settings))
+        exchange = VirtualExchange(
+            self.size, {n: t.shape for n, t in zip(names, tensors, strict=True)}, Settings.of(format, **settings)
+        )
         exchange.state.step = step
         sums = exchange.reduce(lambda rank: dict(zip(names, _named(source(rank))[1], strict=True)), mean=op == "mean")
         if isinstance(first, Tensor):
@@ -150,7 +152,9 @@ class VirtualExchange:
             rules.feedback = Feedback(self.residuals.__getitem__, tuple(names), tuple(layer.size for layer in layers))
         chunks = chunks_of(layers, reduction.shards(self._world), self._settings.chunk)
         adders = [[reduction.adder(shard, i, rules) for i, shard in enumerate(chunk.shards)] for chunk in chunks]
-        turns = {reduction.turn(rank, i, self._world) for rank in range(self._world) for i in range(reduction.shards(self._world))}
+        turns = {
+            reduction.turn(rank, i, self._world) for rank in range(self._world) for i in range(reduction.shards(self._world))
+        }
         for turn in sorted(turns):
             for rank in range(self._world):
                 if rules.feedback is not None:

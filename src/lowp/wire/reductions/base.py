@@ -65,7 +65,13 @@ class Job:
 
     def join(self, messages: list[Tensor]) -> Tensor:
         """Several messages as one."""
-        return messages[0] if len(messages) == 1 else torch.cat(messages) if messages else self.numbers.new_empty(0, dtype=torch.uint8)
+        return (
+            messages[0]
+            if len(messages) == 1
+            else torch.cat(messages)
+            if messages
+            else self.numbers.new_empty(0, dtype=torch.uint8)
+        )
 
     def write_all(self, indices: Iterable[int], stage: Stage) -> Tensor:
         return self.join([self.write(index, stage) for index in indices])

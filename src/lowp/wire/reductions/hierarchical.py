@@ -27,7 +27,9 @@ class NodeFold:
         rules, shard = self._rules, self._shard
         message = rules.write(load, shard, Stage.INSIDE, rank)
         arrived = rules.read(message, shard, Stage.INSIDE)
-        self._inside = rules.begin(arrived, shard, rank) if self._inside is None else rules.add(self._inside, arrived, shard, rank)
+        self._inside = (
+            rules.begin(arrived, shard, rank) if self._inside is None else rules.add(self._inside, arrived, shard, rank)
+        )
         if rank in self._holders:  # the last of its node
             if self._between.feedback is not None:
                 self._between.feedback.rank = self._holders[rank]
