@@ -21,7 +21,7 @@ class Collective:
     call: Callable[[Tensor], object]
     bits: float  # an element on the wire, for the estimate of the time
     averages: bool = False  # instead of summing
-    codec: tuple[str, str] | None = None  # format and scale of lowp.wire.Codec
+    codec: tuple[str, str] | None = None  # format and scale
 
 
 def fp32(x: Tensor) -> None:
@@ -51,7 +51,7 @@ COLLECTIVES: dict[str, Collective] = {
     "lowp e4m3fn local": Collective(_lowp("e4m3fn", "local"), 8, codec=("e4m3fn", "local")),
     FOUR_BITS: Collective(_lowp("e2m1fn", "local"), 4, codec=("e2m1fn", "local")),
     AUTO: Collective(_lowp("e5m2", "aps", "auto"), 8),
-    HIERARCHICAL: Collective(_lowp("e5m2", "aps", "hierarchical"), 8),
+    HIERARCHICAL: Collective(_lowp("e5m2", "aps", "hierarchical(2)"), 8),
 }
 NEEDS_NODES = (HIERARCHICAL,)  # run only where a node has several ranks
 
@@ -62,10 +62,10 @@ def expected_bytes(name: str, elements: int, ranks: int) -> float | None:
     if name in (BASE, HALF):
         payload = shard * contender.bits / 8
     elif contender.codec is not None:
-        import lowp
+        from lowp.wire.codec import codec_of
 
         fmt, scale = contender.codec
-        payload = lowp.wire.Codec(fmt, "nearest", scale).wire_bytes(shard)
+        payload = codec_of(fmt, scale=scale).wire_bytes(shard)
     else:
         return None
     return 2 * (ranks - 1) * payload
@@ -112,8 +112,8 @@ def _power_sgd(ddp: DistributedDataParallel) -> object:
 
 
 def _power_sgd_remarks(state: object) -> str:
-    rate, before, after = state.compression_stats()
-    return f"rank 1 sends {after:,} of {before:,} elements, {rate:.0f} times fewer, and approximates the gradient's matrices"
+    rate, _, _ = state.compression_stats()
+    return f"sends {rate:.0f} times fewer elements than fp32: a rank-1 approximation of each matrix, not a rounded sum"
 
 
 def _lowp_hook(fmt: str, scale: str, reduction: str = "two_shot") -> Callable[[DistributedDataParallel], object]:

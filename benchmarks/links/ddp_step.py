@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from benchmarks.links.clock import Clock, summarize, tried
-from benchmarks.links.contenders import HOOKS
+from benchmarks.links.contenders import BASE, HOOKS
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -63,8 +63,16 @@ class Subject:
             self.step()
 
     def communicate(self) -> None:
-        for future in [self.hook(self.hook_state, bucket) for bucket in self.buckets]:
-            future.wait()
+        """Inside a backward of one number, since hooks may ask autograd to call them at its end; DDP waits there too."""
+        engine = torch.autograd.Variable._execution_engine
+
+        def replay(_: torch.Tensor) -> None:
+            futures = [self.hook(self.hook_state, bucket) for bucket in self.buckets]
+            engine.queue_callback(lambda: [future.wait() for future in futures])
+
+        number = torch.ones(1, requires_grad=True)
+        number.register_hook(replay)
+        number.sum().backward()
 
 
 def build(name: str) -> Subject:
@@ -79,6 +87,7 @@ def build(name: str) -> Subject:
         subject.step()
     subject.keep = False
     if subject.hook is None:
+        assert name == BASE, f"{name} registered no hook that we could listen to"
         subject.hook, subject.hook_state = allreduce_hook, dist.group.WORLD
         subject.buckets = plain_buckets(ddp)
     return subject

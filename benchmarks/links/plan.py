@@ -10,7 +10,7 @@ from benchmarks.links.ddp_step import PARAMETERS, WARM_UP
 from benchmarks.links.namespaces import LOOPBACK, Topology, bits_per_second, link
 
 START_SECONDS = 25  # namespaces, the check of the rate, importing torch, joining
-KERNEL_SECONDS = 10  # of the first call of each of lowp's contenders
+KERNEL_SECONDS = 3  # of the first calls of each of lowp's contenders
 ELEMENT_SECONDS = 15e-9  # what the processors need for an element, for each rank that shares them
 COMPUTE_SECONDS = 0.3  # of the model in a DDP step
 LOOPBACK_BITS = 4e9

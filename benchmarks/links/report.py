@@ -28,13 +28,14 @@ READING = (
 
 @dataclass
 class Report:
+    options: str  # of the command line
     rows: list[dict] = field(default_factory=list)  # with "link" and "rate" beside what the ranks measured
     rates: dict[str, float] = field(default_factory=dict)  # of each link, as measured, over what was asked
     failures: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def facts(self) -> dict[str, str | int]:
-        return Machine("cpu", threads=1).facts() | {"backend": "gloo, one thread a rank"}
+        return Machine("cpu", threads=1).facts() | {"backend": "gloo, one thread a rank", "options": self.options}
 
     def show(self, console: Console) -> None:
         for title, headings, lines in self._tables():

@@ -29,7 +29,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, so that namespaces are removed
     todo = jobs(options)
     console.print(f"{len(todo)} links, about {sum(job.estimate() for job in todo) / 60:.0f} minutes")
-    report = Report()
+    report = Report(" ".join(sys.argv[1:]) or "none")
     began = time.perf_counter()
     try:
         for job in todo:
@@ -40,7 +40,8 @@ def main() -> None:
         print(f"benchmarks/wire.py: {error}", file=sys.stderr)
         sys.exit(CANNOT_RUN)
     except KeyboardInterrupt:
-        report.notes.append("stopped before the end")
+        report.show(console)
+        sys.exit("stopped; what was done is above, and, where a link was finished, in its files")
     report.show(console)
     for path in report.write(options.out):
         console.print(f"written: {path}")

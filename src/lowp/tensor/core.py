@@ -1,6 +1,7 @@
 """The three operations on bits: quantize, encode, decode. Each is a frozen description of one kernel.
 
-A description says everything that is known before the data: format, dtypes, mode. Called with the stored bits of a tensor
+A description says everything that is known before the data: format, dtypes, mode. There is one object of each (the factories at
+the end keep them), so that finding its kernel costs nothing. Called with the stored bits of a tensor
 (an integer tensor of any shape) it gives the stored bits of the result, in plain torch operations: the single source of
 the eager, the precompiled and the inlined path. What is data, but not the user's, comes as arguments: the key of the noise
 and the tensors of `operation.tables`.
@@ -84,7 +85,7 @@ def _posit_gaps(fmt: PositFormat) -> Table:
     return Table([*(fmt.value(code) for code in range(fmt.max_code + 1)), math.inf], torch.float64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Rounder:
     """What quantize and encode share: bits come in, are carried into a wide enough carrier and meet the noise."""
 
@@ -163,7 +164,7 @@ class _Rounder:
         return (_posit_gaps(self.fmt),) if isinstance(self.fmt, PositFormat) and self.stochastic else ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantize(_Rounder):
     """Numbers in, numbers of the format out, in `out_dtype`."""
 
@@ -203,7 +204,7 @@ class Quantize(_Rounder):
         return self.target.store(convert(result, self.carrier, self.target))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Encode(_Rounder):
     """Numbers in, codes out. `nan_to` is where NaN goes in a format that has none: "zero" or "saturate"."""
 
@@ -237,7 +238,7 @@ def _nan_codes(fmt: Format, nan_to: str) -> tuple[int, int]:
     return positive, negative
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decode:
     """Codes in, numbers out, in `dtype` (rounded to nearest where it cannot hold them)."""
 

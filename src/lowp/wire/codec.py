@@ -23,6 +23,7 @@ from lowp.tensor.noise import Noise
 from lowp.tensor.ops import quantize
 from lowp.wire import scaling
 from lowp.wire.payload import aligned, check_format, get, payload_bytes, put
+from lowp.wire.scratch import scratch
 from lowp.wire.scaling import NONFINITE, Scale, scale_of
 
 _PIECE = 1 << 16  # elements; an index of a kept number is counted in pieces of this length and takes two bytes
@@ -52,6 +53,11 @@ class Codec:
     @property
     def stochastic(self) -> bool:
         return self.rounding == "stochastic"
+
+    @property
+    def sends_peaks(self) -> bool:
+        """Is the header a byte that says how large the rank's own numbers were?"""
+        return self.scale.kind in ("none", "aps_delayed")
 
     def kept(self, count: int) -> int:
         """How many of `count` numbers are sent."""
@@ -108,14 +114,14 @@ class Codec:
         get(message[:length], self.format, out)
         header = message[length : length + header_bytes]
         if self.scale.kind == "local":
-            out.mul_(_unit(header))
+            out.mul_(_unit_of(int(header)) if header.device.type == "cpu" else _unit(header))
         elif self.scale.kind == "block":
             whole = out.numel() // self.scale.block * self.scale.block
             units = _unit(header)
             out[:whole].view(-1, self.scale.block).mul_(units[: whole // self.scale.block, None])
             out[whole:].mul_(units[-1])
         if peak is not None and header_bytes:
-            torch.amax(header, 0, keepdim=True, out=peak)
+            peak.copy_(header if header_bytes == 1 else header.amax(0, keepdim=True))
 
     def round_(self, numbers: Tensor, noise: Noise | None = None) -> None:
         """What sending and receiving would make of the numbers, in place."""
@@ -127,12 +133,21 @@ class Codec:
         self.encode(numbers, message, noise)
         self.decode(message, numbers)
 
+    def factor(self, message: Tensor, count: int) -> "float | Tensor":
+        """By what the first of `count` numbers in a message part was multiplied here, not counting what all ranks share."""
+        if self.scale.shared:
+            return 1.0
+        header = message[self._index_bytes(count) + payload_bytes(self.format, self.kept(count)) :][:1]
+        if header.device.type == "cpu":
+            return 2.0 ** scaling.shift_of(int(header))
+        return scaling.power_of_two(scaling.shifts_of(header))
+
     def _scaled(self, numbers: Tensor, header: Tensor) -> Tensor:
         if numbers.device.type == "cpu":
             byte = scaling.fitting_byte(scaling.largest(numbers).item(), self.format)
             header.fill_(byte)
             shift = scaling.shift_of(byte)
-            return numbers if shift == 0 else numbers * 2.0**shift
+            return numbers if shift == 0 else torch.mul(numbers, 2.0**shift, out=scratch(numbers.numel(), torch.float32))
         header.copy_(scaling.fitting_bytes(scaling.largest(numbers), self.format).reshape(1))
         return numbers * scaling.power_of_two(scaling.shifts_of(header))
 
@@ -141,6 +156,10 @@ class Codec:
         header.copy_(scaling.fitting_bytes(filled.abs().amax(1), self.format))
         factors = scaling.power_of_two(scaling.shifts_of(header))
         return (filled * factors[:, None]).view(-1)[: numbers.numel()]
+
+
+def _unit_of(byte: int) -> float:
+    return math.nan if byte == NONFINITE else 2.0 ** -scaling.shift_of(byte)
 
 
 def _unit(header: Tensor) -> Tensor:

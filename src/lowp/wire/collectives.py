@@ -63,7 +63,6 @@ def all_reduce(
         if reduction is None:
             return _uncompressed(tensor, op, communicator)
     assert isinstance(reduction, Reduction)
-    reduction.check(communicator.world)
     return _reduce(tensor, chosen, reduction, op, communicator, step)
 
 

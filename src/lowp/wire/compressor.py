@@ -73,7 +73,6 @@ class Compressor:
 
             return choose(self._communicator, self.settings, self._device)
         assert isinstance(self.settings.reduction, Reduction)
-        self.settings.reduction.check(self._communicator.world)
         return self.settings.reduction
 
     def _codec(self, name: str):

@@ -7,6 +7,7 @@
 Each of these is a generator that stops where it waits for messages; a Pump (pump.py) runs many of them at once.
 """
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +16,9 @@ import torch
 from torch import Tensor
 
 from lowp.wire import scaling
-from lowp.wire.codec import Codec
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink, Pending
-from lowp.wire.plan import Chunk, Layer, Part, chunks_of
+from lowp.wire.plan import Chunk, Layer, chunks_of
 from lowp.wire.reductions.base import Job, Reduction
 from lowp.wire.report import Meter
 from lowp.wire.rules import Rules
@@ -105,67 +105,53 @@ def _largest(numbers: Tensor) -> Tensor:
     return scaling.largest(numbers).to(torch.float32) if numbers.numel() else torch.zeros((), device=numbers.device)
 
 
-def peak_of(numbers: Tensor, codec: Codec, world: int) -> Tensor | None:
-    """The header byte of scales whose messages say how large the rank's own numbers are (unscaled)."""
-    if codec.scale.kind not in ("none", "aps_delayed"):
-        return None
-    return scaling.bound_bytes(_largest(numbers).reshape(1), world)
-
-
 def enter(flat: Tensor, chunk: Chunk, factors: list[Any], world: int) -> tuple[Tensor, Tensor]:
     """A chunk's numbers, float32 and scaled, and the header byte of each part. Without scaling, float32 stays where it is."""
-    parts = _placed(chunk)
     source = flat[chunk.start : chunk.stop]
-    peaks = torch.zeros(len(parts), dtype=torch.uint8, device=flat.device)
-    for index, (part, first) in enumerate(parts):
-        peak = peak_of(source[first : first + part.size], part.codec, world)
-        if peak is not None:
-            peaks[index : index + 1] = peak
-    if flat.dtype == torch.float32 and all(_is_one(factors[part.layer]) for part, _ in parts):
+    peaks = torch.zeros(len(chunk.parts), dtype=torch.uint8, device=flat.device)
+    for index, (part, first) in enumerate(chunk.parts):
+        if part.codec.sends_peaks:
+            peaks[index : index + 1] = scaling.bound_bytes(_largest(source[first : first + part.size]).reshape(1), world)
+    if flat.dtype == torch.float32 and all(_is_one(factors[layer]) for layer, _, _ in chunk.runs):
         return source, peaks
     numbers = torch.empty(chunk.size, dtype=torch.float32, device=flat.device)
-    for part, first in parts:
-        target, piece = numbers[first : first + part.size], source[first : first + part.size]
+    for layer, first, last in chunk.runs:
         if flat.dtype == torch.float32:
-            torch.mul(piece, factors[part.layer], out=target)
+            torch.mul(source[first:last], factors[layer], out=numbers[first:last])
         else:
-            target.copy_(piece).mul_(factors[part.layer])
+            numbers[first:last].copy_(source[first:last]).mul_(factors[layer])
     return numbers, peaks
 
 
-def leave(
-    numbers: Tensor, peaks: Tensor, chunk: Chunk, factors: list[Any], marks: Tensor, divisor: int, flat: Tensor
-) -> Tensor:
-    """Unscale, divide, and put the sums where they belong; NaN for parts that were not finite. Returns the parts' marks."""
-    parts = _placed(chunk)
-    layers = torch.tensor([part.layer for part, _ in parts], device=flat.device)
-    bad = torch.maximum(torch.where(peaks == NONFINITE, NONFINITE, 0).to(torch.uint8), marks[layers])
-    poison = bad.tolist() if flat.device.type == "cpu" else torch.where(bad == NONFINITE, torch.nan, 1.0)
-    for index, (part, first) in enumerate(parts):
-        piece = numbers[first : first + part.size]
-        factor = factors[part.layer]
-        unit = 1.0 / factor
-        if flat.device.type != "cpu":
-            unit = unit * poison[index]
-        elif poison[index]:
-            unit = float("nan")
+def leave(numbers: Tensor, peaks: Tensor, chunk: Chunk, factors: list[Any], marks: Tensor, divisor: int, flat: Tensor) -> Tensor:
+    """Unscale, divide, and put the sums where they belong; NaN for layers that were not finite. Returns their new marks.
+
+    `marks` has 255 for layers that are known to be bad already. A layer is bad as soon as one of its parts is.
+    """
+    owners = torch.tensor([part.layer for part, _ in chunk.parts], device=flat.device)
+    marks = marks.scatter_reduce(0, owners, torch.where(peaks == NONFINITE, NONFINITE, 0).to(torch.uint8), "amax")
+    if flat.device.type == "cpu":
+        poison: Any = [math.nan if mark else 1.0 for mark in marks.tolist()]
+    else:
+        poison = torch.where(marks == NONFINITE, math.nan, 1.0)
+    for layer, first, last in chunk.runs:
+        unit = poison[layer] / factors[layer]
+        if divisor & (divisor - 1) == 0:
+            unit, rest = unit / divisor, 1
+        else:
+            rest = divisor
         if not _is_one(unit):
-            piece.mul_(unit)
-        if divisor != 1:
-            piece.mul_(1.0 / divisor) if divisor & (divisor - 1) == 0 else piece.div_(divisor)
+            numbers[first:last].mul_(unit)
+        if rest != 1:
+            numbers[first:last].div_(rest)
     target = flat[chunk.start : chunk.stop]
     if target.data_ptr() != numbers.data_ptr():
         target.copy_(numbers)
-    return bad
+    return marks
 
 
 def _is_one(factor: Any) -> bool:
     return isinstance(factor, float) and factor == 1.0
-
-
-def _placed(chunk: Chunk) -> list[tuple[Part, int]]:
-    """The chunk's parts, and where in the chunk each begins."""
-    return [(part, shard.start + part.offset) for shard in chunk.shards for part in shard.parts]
 
 
 class BucketExchange:
@@ -237,16 +223,12 @@ class BucketExchange:
             numbers, peaks = enter(self._flat, chunk, self._factors, self._link.world)
         yield from self._reduction.exchange(Job(chunk, numbers, peaks, self._rules, link))
         with self._meter.timed("decode", self._flat.device):
-            bad = leave(numbers, peaks, chunk, self._factors, self._marks, self._divisor, self._flat)
-        self._note(chunk, bad, peaks)
+            marks = leave(numbers, peaks, chunk, self._factors, self._marks, self._divisor, self._flat)
+        self._bad = torch.maximum(self._bad, marks)
+        self._peaks = largest_peaks(self._peaks, chunk, peaks)
         self._left -= 1
         if self._left == 0:
             self._finish()
-
-    def _note(self, chunk: Chunk, bad: Tensor, peaks: Tensor) -> None:
-        layers = torch.tensor([part.layer for part, _ in _placed(chunk)], device=bad.device)
-        self._bad.scatter_reduce_(0, layers, bad, "amax")
-        self._peaks.scatter_reduce_(0, layers, peaks, "amax")
 
     def _finish(self) -> None:
         remember_bounds(self._state, self._layers, self._travelled())
@@ -257,6 +239,14 @@ class BucketExchange:
     def _travelled(self) -> dict[int, Tensor]:
         """Bounds that came with the messages."""
         return {i: self._peaks[i] for i, layer in enumerate(self._layers) if layer.codec.scale.kind == "aps_delayed"}
+
+
+def largest_peaks(before: Tensor, chunk: Chunk, peaks: Tensor) -> Tensor:
+    """The largest byte that each layer's messages had, for the next step of `aps_delayed`."""
+    if not any(part.codec.scale.kind == "aps_delayed" for part, _ in chunk.parts):
+        return before
+    owners = torch.tensor([part.layer for part, _ in chunk.parts], device=peaks.device)
+    return before.scatter_reduce(0, owners, peaks, "amax")
 
 
 def remember_bounds(state: State, layers: tuple[Layer, ...], bounds: dict[int, Tensor]) -> None:

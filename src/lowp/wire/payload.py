@@ -9,9 +9,12 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat, BlockFormat, Format
 from lowp.formats.floats import BF16, FP16, FP32
+from lowp.tensor import kernels
 from lowp.tensor.block import BlockCodes
+from lowp.tensor.core import code_storage, decode_operation, encode_operation
 from lowp.tensor.noise import Noise
 from lowp.tensor.ops import decode, encode
+from lowp.wire.scratch import room
 from lowp.wire.planes import pack_planes, padded, planar_bytes, unpack_planes
 
 TORCH_DTYPES = {FP16: torch.float16, BF16: torch.bfloat16, FP32: torch.float32}
@@ -56,16 +59,21 @@ def put(numbers: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | None, out
         return
     if isinstance(fmt, BlockFormat):
         _put_blocks(numbers, fmt, rounding, noise, out)
-    elif fmt.bits == 8:
-        encode(numbers, fmt, rounding, saturate=True, seed=noise, nan="zero", out=out)
+    elif fmt.bits in (8, 16):
+        _encode(numbers, fmt, rounding, noise, out)
+    elif fmt.bits < 8:
+        codes = room(padded(numbers.numel(), fmt.bits), torch.uint8, numbers.device)
+        codes[numbers.numel() :] = 0
+        _encode(numbers, fmt, rounding, noise, codes[: numbers.numel()])
+        pack_planes(codes, fmt.bits, out)
     else:
-        codes = numbers.new_empty(padded(numbers.numel(), fmt.bits), dtype=torch.uint8) if fmt.bits < 8 else None
-        if codes is not None:
-            codes[numbers.numel() :] = 0
-            encode(numbers, fmt, rounding, saturate=True, seed=noise, nan="zero", out=codes[: numbers.numel()])
-            pack_planes(codes, fmt.bits, out)
-        else:
-            _put_codes(encode(numbers, fmt, rounding, saturate=True, seed=noise, nan="zero"), fmt, out)
+        _put_codes(encode(numbers, fmt, rounding, saturate=True, seed=noise, nan="zero"), fmt, out)
+
+
+def _encode(numbers: Tensor, fmt: Format, rounding: str, noise: Noise | None, out: Tensor) -> None:
+    """`lowp.encode` without its checks: small messages are many, and everything here is flat, contiguous and float32."""
+    operation = encode_operation(fmt, torch.float32, rounding, True, "zero")
+    kernels.run(operation, numbers.view(torch.int32), noise, out.view(code_storage(fmt)))
 
 
 def get(payload: Tensor, fmt: AnyFormat, out: Tensor) -> None:
@@ -75,7 +83,8 @@ def get(payload: Tensor, fmt: AnyFormat, out: Tensor) -> None:
     elif isinstance(fmt, BlockFormat):
         _get_blocks(payload, fmt, out)
     else:
-        decode(_get_codes(payload, fmt, out.numel()), fmt, out=out)
+        codes = _get_codes(payload, fmt, out.numel())
+        kernels.run(decode_operation(fmt, torch.float32), codes.view(code_storage(fmt)), None, out.view(torch.int32))
 
 
 def _put_codes(codes: Tensor, fmt: Format, out: Tensor) -> None:

@@ -10,6 +10,8 @@ The cuts depend on sizes, codecs and the number of shards alone, so every rank a
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
 
 from lowp.wire.codec import Codec
 
@@ -50,6 +52,11 @@ class Shard:
     def size(self) -> int:
         return self.stop - self.start
 
+    @cached_property
+    def messages(self) -> dict[Any, Any]:
+        """Where the parts lie in messages of every kind: worked out once (rules.py)."""
+        return {}
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -64,8 +71,25 @@ class Chunk:
         return self.stop - self.start
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        return tuple(part for shard in self.shards for part in shard.parts)
+    def parts(self) -> tuple[tuple[Part, int], ...]:
+        """All parts, and where in the chunk each begins."""
+        return tuple((part, shard.start + part.offset) for shard in self.shards for part in shard.parts)
+
+    @cached_property
+    def first_parts(self) -> tuple[int, ...]:
+        """For each shard, how many parts come before it."""
+        return (0, *accumulate(len(shard.parts) for shard in self.shards))
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(layer, first, last) of each layer in the chunk, across shards."""
+        found: list[tuple[int, int, int]] = []
+        for part, first in self.parts:
+            if found and found[-1][0] == part.layer:
+                found[-1] = (part.layer, found[-1][1], first + part.size)
+            else:
+                found.append((part.layer, first, first + part.size))
+        return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -74,13 +98,13 @@ def chunks_of(layers: tuple[Layer, ...], shards: int, chunk: int = CHUNK) -> tup
     total = sum(layer.size for layer in layers)
     count = -(-total // chunk)
     edges = [total * i // count for i in range(count + 1)] if count else []
-    return tuple(_chunk(layers, start, stop, shards) for start, stop in zip(edges, edges[1:], strict=False))
+    return tuple(_chunk(layers, start, stop, shards) for start, stop in pairwise(edges))
 
 
 def _chunk(layers: tuple[Layer, ...], start: int, stop: int, shards: int) -> Chunk:
     edges = _balanced(layers, start, stop, shards)
     cut = []
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in pairwise(edges):
         cut.append(Shard(first - start, last - start, tuple(_parts(layers, first, last))))
     return Chunk(start, stop, tuple(cut))
 

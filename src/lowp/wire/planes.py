@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lowp.wire.scratch import room
+
 
 @lru_cache(maxsize=64)
 def group(bits: int) -> tuple[int, int]:
@@ -41,23 +43,27 @@ def pack_planes(codes: Tensor, bits: int, out: Tensor) -> None:
             shift = bits * j - 8 * i  # where plane j starts in byte i
             if not -bits < shift < 8:
                 continue
-            bits_here = planes[j] << shift if shift >= 0 else planes[j] >> -shift  # uint8 drops what leaves the byte
-            if first:
-                packed[i].copy_(bits_here)
+            target = packed[i] if first else room(packed[i].numel(), torch.uint8, out.device, 1)
+            if shift >= 0:
+                torch.bitwise_left_shift(planes[j], shift, out=target)  # uint8 drops what leaves the byte
             else:
-                packed[i].bitwise_or_(bits_here)
+                torch.bitwise_right_shift(planes[j], -shift, out=target)
+            if not first:
+                packed[i].bitwise_or_(target)
             first = False
 
 
 def unpack_planes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The codes, `padded(count, bits)` of them."""
+    """The codes, `padded(count, bits)` of them (in memory that the next call uses again)."""
     per_group, width = group(bits)
-    codes = torch.empty(padded(count, bits), dtype=torch.uint8, device=packed.device)
+    codes = room(padded(count, bits), torch.uint8, packed.device)
     planes, stored = codes.view(per_group, -1), packed.view(width, -1)
     for j in range(per_group):
         i, shift = divmod(bits * j, 8)
         torch.bitwise_right_shift(stored[i], shift, out=planes[j])
         if shift + bits > 8:
-            planes[j].bitwise_or_(stored[i + 1] << (8 - shift))
-        planes[j].bitwise_and_((1 << bits) - 1)
+            upper = room(planes[j].numel(), torch.uint8, packed.device, 1)
+            planes[j].bitwise_or_(torch.bitwise_left_shift(stored[i + 1], 8 - shift, out=upper))
+        if shift + bits != 8:
+            planes[j].bitwise_and_((1 << bits) - 1)
     return codes

@@ -9,20 +9,19 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from lowp.formats import BlockFormat
 from lowp.tensor.ops import quantize
-from lowp.wire import scaling
 from lowp.wire.codec import Codec
 
-SAMPLE = 1024  # elements of a message that are looked at for saturation and underflow
+SAMPLE = 1024  # elements of a message part that are looked at for saturation and underflow
+ONE_IN = 16  # parts
 
 
 @dataclass
 class Report:
     """Figures of one step or of many.
 
-    `saturated` and `underflowed` are fractions of the finite, non-zero numbers that this rank encoded, estimated from the first
-    1,024 of each message (all of them, when errors are measured). `relative_error` is |ours - exact| / |exact| of the sum.
+    `saturated` and `underflowed` are fractions of the non-zero numbers that this rank encoded, estimated from the beginnings of
+    one message part in 16 (or, with `measure`, from everything). `relative_error` is |ours - exact| / |exact| of the sum.
     """
 
     steps: int = 0
@@ -77,6 +76,7 @@ class Meter:
 
     def __init__(self, whole: bool = False) -> None:
         self._whole = whole
+        self._parts = 0
         self.report = Report()
         self._counts: Tensor | None = None  # seen, saturated, underflowed
         self._errors: Tensor | None = None  # squares of the errors, squares of the exact sums
@@ -99,29 +99,19 @@ class Meter:
     def _spend(self, what: str, seconds: float) -> None:
         setattr(self.report, f"{what}_seconds", getattr(self.report, f"{what}_seconds") + seconds)
 
-    def see(self, codec: Codec, numbers: Tensor) -> None:
-        """Count what saturates and what becomes zero. `numbers` are as scaled for all ranks, but not by a scale of their own."""
-        if not codec.scale.shared or isinstance(codec.format, BlockFormat):
-            top = scaling.largest(numbers).to(torch.float32).reshape(1)
-            shifts = (
-                scaling.shifts_of(scaling.fitting_bytes(top, codec.format))
-                if not codec.scale.shared
-                else torch.zeros_like(top).int()
-            )
-            factor = scaling.power_of_two(shifts)
-        else:
-            factor = None
-        sample = numbers if self._whole else numbers[:SAMPLE]
-        sample = sample if factor is None else sample * factor
+    def see(self, codec: Codec, numbers: Tensor, message: Tensor) -> None:
+        """Count what saturated and what became zero in a message part; without `whole`, in some of them, at their beginning."""
+        self._parts += 1
+        if not self._whole and self._parts % ONE_IN != 1:
+            return
+        sample = numbers if self._whole and codec.scale.kind != "block" else numbers[:SAMPLE]
+        if codec.scale.kind == "block":
+            sample = sample[: codec.scale.block]
+        sample = sample * codec.factor(message, numbers.numel())
         rounded = quantize(sample, codec.format, saturate=True)
         zero = sample == 0
-        counts = torch.stack(
-            [
-                (~zero).sum(),
-                ((sample.abs() > codec.format.max) & sample.isfinite()).sum(),
-                ((rounded == 0) & ~zero).sum(),
-            ]
-        ).to(torch.float64)
+        overflows = (sample.abs() > codec.format.max) & sample.isfinite()
+        counts = torch.stack([(~zero).sum(), overflows.sum(), ((rounded == 0) & ~zero).sum()]).to(torch.float64)
         self._counts = counts if self._counts is None else self._counts + counts
 
     def compare(self, ours: Tensor, exact: Tensor) -> None:

@@ -74,35 +74,44 @@ class Rules:
             case _:
                 return partial_codec(part.codec, self.accumulate or part.codec.format, self.world)
 
+    def layout(self, shard: Shard, stage: Stage) -> tuple[tuple[tuple[Part, Codec, int, int], ...], int]:
+        """Where each part of a shard lies in a message (first and last byte), and how long the message is."""
+        known = shard.messages.get((stage, self.accumulate, self.world))
+        if known is None:
+            places, position = [], 0
+            for part in shard.parts:
+                codec = self.codec(part, stage)
+                end = position + codec.wire_bytes(part.size)
+                places.append((part, codec, position, end))
+                position = end
+            known = shard.messages[stage, self.accumulate, self.world] = (tuple(places), position)
+        return known
+
     def length(self, shard: Shard, stage: Stage) -> int:
-        """Bytes of a shard's message, or of half of it where Kahan's compensation travels along."""
-        return sum(self.codec(part, stage).wire_bytes(part.size) for part in shard.parts)
+        """Bytes of a shard's message; twice as many where Kahan's compensation travels along."""
+        return self.layout(shard, stage)[1] * (2 if self.kahan and stage == Stage.PARTIAL else 1)
 
     def room(self, shard: Shard, stage: Stage, device: torch.device) -> Tensor:
         """For a message to be received."""
-        twice = self.kahan and stage == Stage.PARTIAL
-        return torch.empty(self.length(shard, stage) * (2 if twice else 1), dtype=torch.uint8, device=device)
+        return torch.empty(self.length(shard, stage), dtype=torch.uint8, device=device)
 
     def write(self, load: Load, shard: Shard, stage: Stage, actor: int) -> Tensor:
         """A shard's message. `actor` is the rank or node that rounds: everybody draws its own noise."""
         with self._timed("encode", load.numbers.device):
-            return self._write(load, shard, stage, actor)
+            message = self.room(shard, stage, load.numbers.device)
+            places, length = self.layout(shard, stage)
+            for index, (part, codec, begin, end) in enumerate(places):
+                peak = load.peaks[index : index + 1] if codec.sends_peaks else None
+                numbers = load.numbers[part.offset : part.offset + part.size]
+                self._write_part(numbers, peak, part, codec, stage, actor, message[begin:end])
+                if load.lost is not None and stage == Stage.PARTIAL:
+                    lost = load.lost[part.offset : part.offset + part.size]
+                    self._write_part(lost, peak, part, codec, stage, actor, message[length + begin : length + end])
+            return message
 
-    def _write(self, load: Load, shard: Shard, stage: Stage, actor: int) -> Tensor:
-        message = self.room(shard, stage, load.numbers.device)
-        position = 0
-        for numbers in [load.numbers] if load.lost is None or stage != Stage.PARTIAL else [load.numbers, load.lost]:
-            for index, part in enumerate(shard.parts):
-                codec = self.codec(part, stage)
-                room = message[position : position + codec.wire_bytes(part.size)]
-                position += room.numel()
-                self._write_part(
-                    numbers[part.offset : part.offset + part.size], load.peaks[index : index + 1], part, stage, actor, room
-                )
-        return message
-
-    def _write_part(self, numbers: Tensor, peak: Tensor, part: Part, stage: Stage, actor: int, room: Tensor) -> None:
-        codec = self.codec(part, stage)
+    def _write_part(
+        self, numbers: Tensor, peak: Tensor | None, part: Part, codec: Codec, stage: Stage, actor: int, room: Tensor
+    ) -> None:
         first = stage in (Stage.ADDEND, Stage.NODE)  # what is lost here can be kept
         if first and self.feedback is not None:
             numbers = self.feedback.add(numbers, part, self.factors[part.layer])
@@ -112,27 +121,22 @@ class Rules:
             codec.decode(room, decoded)
             self.feedback.keep(numbers, decoded, part, self.factors[part.layer])
         if first and self.meter is not None:
-            self.meter.see(codec, numbers)
+            self.meter.see(codec, numbers, room)
 
     def read(self, message: Tensor, shard: Shard, stage: Stage, out: Tensor | None = None) -> Load:
         """What a message says, in `out` where that is given."""
         with self._timed("decode", message.device):
-            return self._read(message, shard, stage, out)
-
-    def _read(self, message: Tensor, shard: Shard, stage: Stage, out: Tensor | None) -> Load:
-        numbers = torch.empty(shard.size, dtype=torch.float32, device=message.device) if out is None else out
-        load = Load(numbers, torch.zeros(len(shard.parts), dtype=torch.uint8, device=message.device))
-        if self.kahan and stage == Stage.PARTIAL:
-            load.lost = torch.empty_like(numbers)
-        position = 0
-        for target in [load.numbers] if load.lost is None else [load.numbers, load.lost]:
-            for index, part in enumerate(shard.parts):
-                codec = self.codec(part, stage)
-                end = position + codec.wire_bytes(part.size)
-                peak = load.peaks[index : index + 1] if target is load.numbers else None
-                codec.decode(message[position:end], target[part.offset : part.offset + part.size], peak)
-                position = end
-        return load
+            numbers = torch.empty(shard.size, dtype=torch.float32, device=message.device) if out is None else out
+            load = Load(numbers, torch.zeros(len(shard.parts), dtype=torch.uint8, device=message.device))
+            if self.kahan and stage == Stage.PARTIAL:
+                load.lost = torch.empty_like(numbers)
+            places, length = self.layout(shard, stage)
+            for index, (part, codec, begin, end) in enumerate(places):
+                peak = load.peaks[index : index + 1]
+                codec.decode(message[begin:end], numbers[part.offset : part.offset + part.size], peak)
+                if load.lost is not None:
+                    codec.decode(message[length + begin : length + end], load.lost[part.offset : part.offset + part.size])
+            return load
 
     def _timed(self, what: str, device: torch.device) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.timed(what, device)

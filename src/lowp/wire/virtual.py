@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.wire.exchange import SharedScales, State, enter, leave, remember_bounds
+from lowp.wire.exchange import SharedScales, State, enter, largest_peaks, leave, remember_bounds
 from lowp.wire.feedback import Feedback
 from lowp.wire.plan import Chunk, Layer, chunks_of
 from lowp.wire.reductions.base import Adder, Reduction
@@ -99,7 +99,6 @@ class VirtualExchange:
         if settings.reduction == "auto":
             raise ValueError("a virtual world has no link to measure: name a reduction instead of 'auto'")
         assert isinstance(settings.reduction, Reduction)
-        settings.reduction.check(world)
         self._world = world
         self._shapes = dict(shapes)
         self._numbers = {name: number for number, name in enumerate(shapes)}
@@ -185,12 +184,10 @@ class VirtualExchange:
         """Add one rank's numbers wherever it is their turn."""
         for chunk, row in zip(chunks, adders, strict=True):
             numbers, peaks = enter(flat, chunk, rules.factors, self._world)
-            first = 0
             for index, (shard, adder) in enumerate(zip(chunk.shards, row, strict=True)):
-                last = first + len(shard.parts)
                 if reduction.turn(rank, index, self._world) == turn:
+                    first, last = chunk.first_parts[index : index + 2]
                     adder.add(rank, Load(numbers[shard.start : shard.stop], peaks[first:last]))
-                first = last
 
     def _totals(
         self,
@@ -213,10 +210,8 @@ class VirtualExchange:
                 message = rules.write(adder.total(), shard, Stage.TOTAL, 0)
                 peaks.append(rules.read(message, shard, Stage.TOTAL, numbers[shard.start : shard.stop]).peaks)
             divisor = self._world if mean else 1
-            found = leave(numbers, torch.cat(peaks), chunk, rules.factors, marks, divisor, result)
-            owners = torch.tensor([part.layer for part in chunk.parts], device=example.device)
-            bad.scatter_reduce_(0, owners, found, "amax")
-            travelled.scatter_reduce_(0, owners, torch.cat(peaks), "amax")
+            bad = torch.maximum(bad, leave(numbers, torch.cat(peaks), chunk, rules.factors, marks, divisor, result))
+            travelled = largest_peaks(travelled, chunk, torch.cat(peaks))
         remember_bounds(self.state, layers, dict(enumerate(travelled)))
         return result, bad
 

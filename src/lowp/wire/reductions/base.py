@@ -49,8 +49,8 @@ class Job:
     def load(self, index: int) -> Load:
         """A shard's numbers, as views: what is written to them is written to the job's."""
         shard = self.chunk.shards[index]
-        first = sum(len(before.parts) for before in self.chunk.shards[:index])
-        return Load(self.numbers[shard.start : shard.stop], self.peaks[first : first + len(shard.parts)])
+        first, last = self.chunk.first_parts[index : index + 2]
+        return Load(self.numbers[shard.start : shard.stop], self.peaks[first:last])
 
     def write(self, index: int, stage: Stage, load: Load | None = None, actor: int | None = None) -> Tensor:
         shard = self.chunk.shards[index]
@@ -113,9 +113,6 @@ class Reduction(ABC):
     """Frozen; printed as the name that `reduction_of` parses."""
 
     sums_in_format = True  # are partial sums rounded to the wire's format unless told otherwise?
-
-    def check(self, world: int) -> None:
-        """Raise ValueError if this many ranks cannot do it."""
 
     def shards(self, world: int) -> int:
         return world

@@ -21,10 +21,6 @@ class Hybrid(Reduction):
     def of_size(self, elements: int) -> Reduction:
         return self.small if elements <= self.threshold else self.large
 
-    def check(self, world: int) -> None:
-        self.small.check(world)
-        self.large.check(world)
-
     def exchange(self, job: Job) -> Steps:
         raise AssertionError("a hybrid is resolved by of_size before it is used")
 

@@ -1,0 +1,101 @@
+"""Real ranks for tests: gloo processes on loopback, forked from a server that has imported everything already.
+
+`run(function, world, *arguments)` calls `function(rank, *arguments)` in every process, inside an initialised world, and returns
+what each returned. Every process has a deadline; none outlives the call.
+"""
+
+import io
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "lowp"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+EXIT_SECONDS = 10  # a process that has returned is gone by then
+
+
+class RankFailed(AssertionError):
+    """A rank raised, or did not end in time."""
+
+
+def run(function, world: int, *arguments, timeout: float = 120, group_timeout: float = 60, may_die: tuple[int, ...] = ()) -> list:
+    """Results by rank; None for ranks of `may_die` that gave none (they are asked last, and killed if they hang)."""
+    port = free_port()
+    pipes, processes = [], []
+    for rank in range(world):
+        receiving, sending = _context.Pipe(duplex=False)
+        process = _context.Process(target=_rank, args=(function, rank, world, port, group_timeout, arguments, sending), daemon=True)
+        process.start()
+        sending.close()
+        pipes.append(receiving)
+        processes.append(process)
+    deadline, results = time.monotonic() + timeout, [None] * world
+    try:
+        for rank in sorted(range(world), key=lambda rank: rank in may_die):
+            if rank in may_die and not pipes[rank].poll(1):
+                continue
+            results[rank] = _result(rank, pipes[rank], processes[rank], deadline, may_die)
+        return results
+    finally:
+        for process, pipe in zip(processes, pipes, strict=True):
+            if process.is_alive():
+                process.kill()
+            process.join(10)
+            process.close()
+            pipe.close()
+
+
+def _result(rank: int, pipe, process, deadline: float, may_die: tuple[int, ...]):
+    if pipe.poll(max(0.0, deadline - time.monotonic())):
+        try:
+            good, payload = pipe.recv()
+        except EOFError:
+            good, payload = False, f"ended without a word, exit code {process.exitcode}"
+        if good:
+            process.join(max(0.0, min(EXIT_SECONDS, deadline - time.monotonic())))
+            if process.exitcode != 0:
+                raise RankFailed(f"rank {rank} returned but its process does not end (exit code {process.exitcode})")
+            return torch.load(io.BytesIO(payload), weights_only=False)
+        if rank in may_die:
+            return None
+        raise RankFailed(f"rank {rank}: {payload}")
+    raise RankFailed(f"rank {rank} did not end in time")
+
+
+def _rank(function, rank: int, world: int, port: int, group_timeout: float, arguments: tuple, pipe) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import lowp
+
+    lowp.set_kernel_policy("never")
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=group_timeout),
+        )
+        result = function(rank, *arguments)
+        room = io.BytesIO()
+        torch.save(result, room)
+        pipe.send((True, room.getvalue()))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        raise SystemExit(1) from None
