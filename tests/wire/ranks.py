@@ -10,6 +10,7 @@ import os
 import socket
 import time
 import traceback
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -34,28 +35,44 @@ class RankFailed(AssertionError):
 
 def run(function, world: int, *arguments, timeout: float = 120, group_timeout: float = 60, may_die: tuple[int, ...] = ()) -> list:
     """Results by rank; None for ranks of `may_die` that gave none (they are asked last, and killed if they hang)."""
+    deadline, results = time.monotonic() + timeout, [None] * world
+    with _started(function, world, arguments, group_timeout) as (processes, pipes):
+        for rank in sorted(range(world), key=lambda rank: rank in may_die):
+            if rank not in may_die or pipes[rank].poll(1):
+                results[rank] = _result(rank, pipes[rank], processes[rank], deadline, may_die)
+    return results
+
+
+def exit_codes(function, world: int, *arguments, timeout: float = 60, group_timeout: float = 60) -> list[int | None]:
+    """The exit codes of ranks that end on their own account; None for one that does not end in time."""
+    deadline = time.monotonic() + timeout
+    with _started(function, world, arguments, group_timeout) as (processes, _):
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in processes]
+
+
+@contextmanager
+def _started(function, world: int, arguments: tuple, group_timeout: float):
+    """The ranks' processes and pipes. None outlives the block."""
     port = free_port()
     pipes, processes = [], []
-    for rank in range(world):
-        receiving, sending = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank, args=(function, rank, world, port, group_timeout, arguments, sending), daemon=True)
-        process.start()
-        sending.close()
-        pipes.append(receiving)
-        processes.append(process)
-    deadline, results = time.monotonic() + timeout, [None] * world
     try:
-        for rank in sorted(range(world), key=lambda rank: rank in may_die):
-            if rank in may_die and not pipes[rank].poll(1):
-                continue
-            results[rank] = _result(rank, pipes[rank], processes[rank], deadline, may_die)
-        return results
+        for rank in range(world):
+            receiving, sending = _context.Pipe(duplex=False)
+            pipes.append(receiving)
+            target = (function, rank, world, port, group_timeout, arguments, sending)
+            processes.append(_context.Process(target=_rank, args=target, daemon=True))
+            processes[-1].start()
+            sending.close()
+        yield processes, pipes
     finally:
-        for process, pipe in zip(processes, pipes, strict=True):
+        for process in processes:
             if process.is_alive():
                 process.kill()
             process.join(10)
             process.close()
+        for pipe in pipes:
             pipe.close()
 
 

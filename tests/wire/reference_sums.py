@@ -95,7 +95,7 @@ def all_reduce(
 
     if shards is None:
         nodes = -(-world // node)
-        shards = 1 if name in ("sequential", "tree") else nodes if leaders else world
+        shards = 1 if name == "tree" else nodes if leaders else world
     codec = codec_of(fmt, scale=scale)
     layers = tuple(Layer(str(i), layer.size, codec, i) for i, layer in enumerate(gradients[0]))
     total = np.zeros_like(scaled[0])
@@ -156,12 +156,12 @@ def add_up(addends: list[np.ndarray]) -> np.ndarray:
 def in_order(addends, rounder, kahan):
     """Every partial sum rounded; with Kahan, everything is."""
     if not kahan:
-        total = addends[0]
+        total = rounder(addends[0])
         for addend in addends[1:]:
             total = rounder(total + addend)
         return total
-    total = compensation = np.zeros_like(addends[0])
-    for addend in addends:
+    total, compensation = rounder(addends[0]), np.zeros_like(addends[0])
+    for addend in addends[1:]:
         corrected = rounder(addend - compensation)
         larger = rounder(total + corrected)
         compensation = rounder(rounder(larger - total) - corrected)
@@ -171,6 +171,7 @@ def in_order(addends, rounder, kahan):
 
 def by_pairs(addends, rounder):
     """(0+1), (2+3), ..., then pairs of pairs; one without a partner moves up as it is."""
+    addends = [rounder(addend) for addend in addends]
     while len(addends) > 1:
         pairs = [rounder(a + b) for a, b in zip(addends[::2], addends[1::2], strict=False)]
         addends = pairs + addends[len(pairs) * 2 :]

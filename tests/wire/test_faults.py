@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run
+from ranks import exit_codes, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -163,3 +163,368 @@ def test_hangs():
 @pytest.mark.slow
 def test_twenty_hangs():
     at_once(range(100, 120), signal.SIGSTOP)
+
+
+# A real interpreter's end
+
+
+def dies_and_leaves(rank, victim, code):
+    """Like a script whose error nobody catches: the interpreter is taken down, and says so by its exit code."""
+    ddp = DistributedDataParallel(model())
+    lowp.compress_gradients(ddp, "e5m2", scale="aps")
+    for step in itertools.count():
+        if step == 3 and rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            ddp(torch.ones(2, 16)).sum().backward()
+        except lowp.CollectiveError:
+            sys.stdout.flush()
+            ctypes.pythonapi.Py_Exit(code)  # finalises the interpreter; a child of multiprocessing leaves without
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_process_can_exit(victim):
+    codes = exit_codes(dies_and_leaves, 2, victim, 7, timeout=30, group_timeout=TIMEOUT)
+    assert codes == [-signal.SIGKILL if rank == victim else 7 for rank in range(2)]
+
+
+def leaves_in_the_middle(rank):
+    """A user's error between two steps, with everything still open."""
+    ddp = DistributedDataParallel(model())
+    lowp.compress_gradients(ddp, "e5m2", scale="aps")
+    ddp(torch.ones(2, 16)).sum().backward()
+    ctypes.pythonapi.Py_Exit(5)
+
+
+def test_the_process_can_exit_without_removing_anything():
+    assert exit_codes(leaves_in_the_middle, 2, timeout=30, group_timeout=TIMEOUT) == [5, 5]
+
+
+# all_reduce
+
+
+def all_reduces_until_the_end(rank, victim):
+    """all_reduce has no thread; a rank that is gone is named all the same."""
+    error, tensor = None, torch.ones(1000)
+    for step in range(1000):
+        if step == 5 and rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            lowp.all_reduce(tensor.fill_(1), "e5m2")
+        except lowp.CollectiveError as caught:
+            error = caught
+            break
+    return str(error), error.ranks, time.monotonic() - began, lowp_threads()
+
+
+def test_all_reduce_names_the_rank_that_died():
+    survivors = run(all_reduces_until_the_end, 3, 1, timeout=60, group_timeout=TIMEOUT, may_die=(1,))
+    for rank in (0, 2):
+        text, ranks, took, threads = survivors[rank]
+        assert "all_reduce of 1000 elements failed on rank" in text
+        assert "rank 1 did not answer" in text
+        assert ranks == (1,)
+        assert took < TIMEOUT + ROLL_CALL_SECONDS + SLACK
+        assert threads == []
+
+
+# Slow ranks
+
+
+class Dawdling(nn.Module):
+    """Sleeps in forward and in backward, at random, differently on every rank."""
+
+    def __init__(self, inner, random):
+        super().__init__()
+        self.inner = inner
+        self._random = random
+
+    def forward(self, numbers):
+        numbers = self.inner(numbers)
+        if self._random is not None:
+            self._nap()
+            numbers.register_hook(lambda _: self._nap())
+        return numbers
+
+    def _nap(self):
+        if self._random.random() < 0.3:
+            time.sleep(self._random.uniform(0, 0.004))
+
+
+def trains(rank, steps, delays, settings):
+    torch.manual_seed(0)
+    draw = random.Random(rank) if delays else None
+    layers = [Dawdling(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), draw) for _ in range(5)]
+    ddp = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1e-5)
+    handle = lowp.compress_gradients(ddp, **settings)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    inputs = torch.Generator().manual_seed(rank)
+    if draw is not None:
+        courier = handle._compressor._courier
+        send = courier.send
+        courier.send = lambda parcel: (draw.random() < 0.2 and time.sleep(draw.uniform(0, 0.004)), send(parcel))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8, generator=inputs)).square().sum().backward()
+        optimizer.step()
+    buckets = len(handle.buckets)
+    handle.remove()
+    return buckets, torch.cat([p.detach().view(-1) for p in ddp.parameters()])
+
+
+def test_200_steps_under_random_delays():
+    settings = {"format": "e4m3fn", "scale": "aps_delayed", "rounding": "stochastic", "error_feedback": True, "chunk": 40}
+    swift, slow = ([*run(trains, 3, 200, delays, settings, timeout=100)] for delays in (False, True))
+    assert swift[0][0] >= 5  # buckets
+    for rank in range(3):
+        assert torch.equal(slow[rank][1], swift[0][1])
+        assert torch.equal(swift[rank][1], swift[0][1])
+    assert swift[0][1].isfinite().all()
+
+
+# Ranks that disagree
+
+
+def registers(rank, cases):
+    """What each pair of settings (rank 0's, the others') raises; and that the next registration works."""
+    said = []
+    for ours, theirs, sizes in cases:
+        settings = {"format": "e5m2", **(ours if rank == 0 else theirs)}
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Linear(8, 8))
+        before = lowp_threads()
+        if sizes and rank == 1:
+            ddp.module.register_parameter("extra", nn.Parameter(torch.ones(3)))
+        try:
+            lowp.compress_gradients(ddp, **settings).remove()
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+        said[-1] += "" if lowp_threads() == before else " THREADS ARE LEFT"
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    handle = lowp.compress_gradients(ddp, "e5m2")
+    ddp(torch.ones(1, 8)).sum().backward()
+    groups = len(dist.distributed_c10d._world.pg_map)
+    handle.remove()
+    return said, groups
+
+
+MISMATCHES = [  # rank 0, the others, what the error says of both
+    ({"format": "e5m2"}, {"format": "int8"}, "rank 0 has format=e5m2, rank 1 has format=int8"),
+    ({"scale": "aps"}, {"scale": "local"}, "rank 0 has scale=aps, rank 1 has scale=local"),
+    ({"reduction": "ring"}, {"reduction": "tree"}, "rank 0 has reduction=ring, rank 1 has reduction=tree"),
+    ({"seed": 1}, {"seed": 2}, "rank 0 has seed=1, rank 1 has seed=2"),
+    ({"rounding": "stochastic"}, {}, "rank 0 has rounding=stochastic, rank 1 has rounding=nearest"),
+    ({"nonfinite": "skip"}, {}, "rank 0 has nonfinite=skip, rank 1 has nonfinite=propagate"),
+    ({"accumulate": "fp16"}, {}, "rank 0 has accumulate=fp16, rank 1 has accumulate=None"),
+    ({"error_feedback": True}, {}, "rank 0 has error_feedback=True, rank 1 has error_feedback=False"),
+    ({"chunk": 100}, {"chunk": 200}, "rank 0 has chunk=100, rank 1 has chunk=200"),
+    ({"skip": "1d"}, {}, "rank 0 has skip=['1d'], rank 1 has skip=[]"),
+    ({"measure": True}, {}, "rank 0 has measure=True, rank 1 has measure=False"),
+    ({"format": {0: "fp16", 5: "e5m2"}}, {"format": {0: "fp16", 6: "e5m2"}}, "{0: fp16, 5: e5m2}"),
+    ({"format": "topk:0.1"}, {"format": "topk:0.2"}, "topk:0.2"),
+    ({"format": lowp.FloatFormat(4, 3, bias=5)}, {"format": lowp.FloatFormat(4, 3, bias=6)}, "rank 0 has format=e4m3b5"),
+    ({"layers": {"weight": "fp16"}}, {"layers": {"weight": "bf16"}}, "fp16"),
+    ({"format": lowp.FloatFormat(4, 3, subnormals=False)}, {"format": lowp.FloatFormat(4, 3)}, "rank 1 has format=e4m3"),
+]
+
+
+def test_ranks_that_disagree_at_registration():
+    results = run(registers, 3, [(ours, theirs, False) for ours, theirs, _ in MISMATCHES], timeout=60)
+    for case, *said in zip(MISMATCHES, *(lines for lines, _ in results), strict=True):
+        assert "ranks disagree on how to compress" in said[0], case
+        assert case[2] in said[0], case
+        assert said[0] == said[1] == said[2], case
+    assert {groups for _, groups in results} == {2}  # the world and lowp's: none is lost by a failure
+
+
+def test_models_of_different_shapes():
+    said = [lines[0] for lines, _ in run(registers, 2, [({}, {}, True)], timeout=60)]
+    assert "parameters=2:" in said[0]
+    assert "parameters=3:" in said[0]
+    assert said[0] == said[1]
+
+
+def versions(rank):
+    from lowp.wire import compressor
+
+    compressor._version = lambda: f"0.{rank}"
+    try:
+        lowp.compress_gradients(DistributedDataParallel(nn.Linear(8, 8)), "e5m2")
+    except ValueError as error:
+        return str(error), lowp_threads()
+
+
+def test_different_versions():
+    for text, threads in run(versions, 2, timeout=60):
+        assert "rank 0 has version=0.0, rank 1 has version=0.1" in text
+        assert threads == []
+
+
+def reduces(rank, cases):
+    said = []
+    for ours, theirs in cases:
+        settings = {"format": "e5m2", "size": 10, **(ours if rank == 0 else theirs)}
+        tensor = torch.ones(settings.pop("size"))
+        try:
+            lowp.all_reduce(tensor, **settings)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    tensor = torch.ones(10)
+    lowp.all_reduce(tensor, "e5m2")
+    return said, tensor.tolist()
+
+
+def test_ranks_that_disagree_in_all_reduce():
+    cases = [
+        ({"format": "int8"}, {}, "rank 0 has format=int8, rank 1 has format=e5m2"),
+        ({"scale": "aps"}, {}, "rank 0 has scale=aps, rank 1 has scale=local"),
+        ({"op": "mean"}, {}, "rank 0 has op=mean, rank 1 has op=sum"),
+        ({"size": 11}, {}, "rank 0 has elements=11, rank 1 has elements=10"),
+        ({}, {}, ""),
+        ({"reduction": "ring"}, {}, "rank 0 has reduction=ring, rank 1 has reduction=two_shot"),  # rank 1's is known by now
+    ]
+    for said, after in run(reduces, 2, [case[:2] for case in cases], timeout=60, group_timeout=TIMEOUT):
+        for (_, _, expected), text in zip(cases, said, strict=True):
+            assert expected in text
+        assert after == [2.0] * 10
+
+
+# What cannot be
+
+
+def complains(function, *arguments, **settings):
+    try:
+        function(*arguments, **settings)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def bad_requests(rank):
+    class Ours(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, numbers):
+            return self.head(self.attention(numbers))
+
+    ddp = DistributedDataParallel(Ours())
+    ask, tensor = lowp.compress_gradients, torch.ones(8)
+    said = {
+        "format": complains(ask, ddp, "e5m3x"),
+        "unsigned": complains(ask, ddp, "e8m0fnu"),
+        "scale": complains(ask, ddp, "e5m2", scale="global"),
+        "block": complains(ask, ddp, "e5m2", scale="block:0"),
+        "reduction": complains(ask, ddp, "e5m2", reduction="star"),
+        "hierarchical": complains(ask, ddp, "e5m2", reduction="hierarchical(3)"),
+        "rounding": complains(ask, ddp, "e5m2", rounding="up-ish"),
+        "nonfinite": complains(ask, ddp, "e5m2", nonfinite="ignore"),
+        "chunk": complains(ask, ddp, "e5m2", chunk=0),
+        "topk": complains(ask, ddp, "topk:many"),
+        "topk 0": complains(ask, ddp, "topk:0"),
+        "schedule": complains(ask, ddp, {5: "e5m2"}),
+        "skip": complains(ask, ddp, "e5m2", skip="*.norm.*"),
+        "layers": complains(ask, ddp, "e5m2", layers={"atention.*": "fp16"}),
+        "layer format": complains(ask, ddp, "e5m2", layers={"attention.*": "fp61"}),
+        "accumulate": complains(ask, ddp, "e5m2", accumulate="fp99"),
+        "not ddp": complains(ask, nn.Linear(2, 2), "e5m2"),
+        "sparse model": complains(ask, DistributedDataParallel(nn.Embedding(4, 4, sparse=True)), "e5m2"),
+        "complex model": complains(ask, DistributedDataParallel(nn.Linear(2, 2, dtype=torch.complex64)), "e5m2"),
+        "integer": complains(lowp.all_reduce, tensor.int(), "e5m2"),
+        "complex": complains(lowp.all_reduce, tensor.to(torch.complex64), "e5m2"),
+        "bool": complains(lowp.all_reduce, tensor.bool(), "e5m2"),
+        "sparse": complains(lowp.all_reduce, tensor.to_sparse(), "e5m2"),
+        "list": complains(lowp.all_reduce, [1.0], "e5m2"),
+        "op": complains(lowp.all_reduce, tensor, "e5m2", op="max"),
+        "feedback": complains(lowp.all_reduce, tensor, "e5m2", error_feedback=True),
+        "setting": complains(lowp.all_reduce, tensor, "e5m2", colour="red"),
+        "all_reduce scale": complains(lowp.all_reduce, tensor, "e5m2", scale="global"),
+        "all_reduce hierarchical": complains(lowp.all_reduce, tensor, "e5m2", reduction="hierarchical(3)"),
+        "threads": str(lowp_threads()),
+    }
+    handle = ask(ddp, "e5m2")
+    said["second hook"] = complains(ask, ddp, "int8")
+    said["threads with one"] = str(lowp_threads())
+    ddp(torch.ones(1, 4)).sum().backward()
+    handle.remove()
+    handle.remove()
+    said["after remove"] = complains(ask, ddp, "int8")
+    ddp(torch.ones(1, 4)).sum().backward()
+    said["threads at the end"] = str(lowp_threads())
+    said["state"] = complains(handle.load_state_dict, {"step": 3})
+    return said
+
+
+BAD_REQUESTS = {  # the error, and words that must be in it
+    "format": ("ValueError", "e5m3x"),
+    "unsigned": ("ValueError", "e8m0fnu", "sign"),
+    "scale": ("ValueError", "unknown scale 'global'", "aps_delayed", "block:<n>"),
+    "block": ("ValueError", "block:0", "1 to 65536"),
+    "reduction": ("ValueError", "unknown reduction 'star'", "two_shot", "hybrid"),
+    "hierarchical": ("ValueError", "3", "2"),
+    "rounding": ("ValueError", "up-ish", "nearest"),
+    "nonfinite": ("ValueError", "'ignore'", "propagate, skip, raise"),
+    "chunk": ("ValueError", "at least one element"),
+    "topk": ("ValueError", "topk:<fraction>", "topk:many"),
+    "topk 0": ("ValueError", "0"),
+    "schedule": ("ValueError", "begins with step 0"),
+    "skip": ("ValueError", "'*.norm.*'", "attention.weight"),
+    "layers": ("ValueError", "'atention.*'", "attention.weight"),
+    "layer format": ("ValueError", "fp61"),
+    "accumulate": ("ValueError", "fp99"),
+    "not ddp": ("TypeError", "DistributedDataParallel", "Linear"),
+    "sparse model": ("TypeError", "sparse"),
+    "complex model": ("TypeError", "'weight'", "complex64"),
+    "integer": ("TypeError", "all_reduce", "float32", "int32"),
+    "complex": ("TypeError", "complex64"),
+    "bool": ("TypeError", "bool"),
+    "sparse": ("TypeError", "dense"),
+    "list": ("TypeError", "list"),
+    "op": ("ValueError", "'max'", "'mean'"),
+    "feedback": ("ValueError", "compress_gradients"),
+    "setting": ("TypeError", "colour"),
+    "all_reduce scale": ("ValueError", "'global'"),
+    "all_reduce hierarchical": ("ValueError", "3", "2"),
+    "second hook": ("RuntimeError", "has a communication hook already"),
+    "after remove": ("RuntimeError", "has a communication hook already"),
+    "state": ("ValueError", "residuals"),
+    "threads": ("[]",),
+    "threads with one": ("['lowp-courier']",),
+    "threads at the end": ("[]",),
+}
+
+
+def test_bad_requests():
+    for said in run(bad_requests, 2, timeout=60):
+        wrong = {
+            what: text
+            for what, text in said.items()
+            if not text.startswith(BAD_REQUESTS[what][0]) or not all(word in text for word in BAD_REQUESTS[what])
+        }
+        assert wrong == {}
+
+
+def test_without_a_process_group():
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"init_process_group"):
+        lowp.all_reduce(torch.ones(3), "e5m2")
+    with pytest.raises(TypeError, match="DistributedDataParallel model, not Linear"):
+        lowp.compress_gradients(nn.Linear(2, 2), "e5m2")
+
+
+def outsiders(rank):
+    group = dist.new_group([0, 1])
+    tensor = torch.ones(4)
+    return complains(lowp.all_reduce, tensor, "e5m2", group=group), tensor.tolist()
+
+
+def test_a_rank_outside_the_group():
+    inside, also, outside = run(outsiders, 3, timeout=60)
+    assert inside == also == ("nothing", [2.0] * 4)
+    assert outside == ("ValueError: this rank is not in the group", [1.0] * 4)

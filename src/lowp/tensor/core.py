@@ -209,6 +209,7 @@ class Encode(_Rounder):
     """Numbers in, codes out. `nan_to` is where NaN goes in a format that has none: "zero" or "saturate"."""
 
     nan_to: str
+    scaled: bool = False  # are numbers multiplied by a factor first, in their own dtype?
 
     @cached_property
     def storage(self) -> torch.dtype:
@@ -218,7 +219,9 @@ class Encode(_Rounder):
     def nan_codes(self) -> tuple[int, int]:
         return _nan_codes(self.fmt, self.nan_to)
 
-    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
+    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
+        if factor is not None:
+            stored = (stored.view(self.dtype) * factor).view(self.own.storage)
         bits, noise = self._enter(stored, key)
         if self.grid is not None:
             code = grids.encode(bits, self.grid, noise, self.nan_to)
@@ -244,6 +247,7 @@ class Decode:
 
     fmt: Format
     dtype: torch.dtype
+    scaled: bool = False  # are numbers multiplied by a factor, in `dtype`?
 
     @property
     def stochastic(self) -> bool:
@@ -265,11 +269,13 @@ class Decode:
     def tables(self) -> tuple[Table, ...]:
         return () if self.grid is not None else (_code_table(self.fmt, self.dtype),)
 
-    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
+    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
         if self.grid is None:
-            return tables[0][stored.to(torch.int32) & ((1 << self.fmt.bits) - 1)]
-        bits = grids.decode(stored.to(self.carrier.compute), self.grid)
-        return self.target.store(convert(bits, self.carrier, self.target))
+            result = tables[0][stored.to(torch.int32) & ((1 << self.fmt.bits) - 1)]
+        else:
+            bits = grids.decode(stored.to(self.carrier.compute), self.grid)
+            result = self.target.store(convert(bits, self.carrier, self.target))
+        return result if factor is None else (result.view(self.dtype) * factor).view(self.target.storage)
 
 
 Operation = Quantize | Encode | Decode
@@ -287,10 +293,12 @@ def quantize_operation(fmt: Format, dtype: torch.dtype, rounding: str, saturate:
 
 
 @lru_cache(maxsize=4096)
-def encode_operation(fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, nan_to: str) -> Encode:
-    return Encode(fmt, dtype, Rounding(rounding), saturate, nan_to)
+def encode_operation(
+    fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, nan_to: str, scaled: bool = False
+) -> Encode:
+    return Encode(fmt, dtype, Rounding(rounding), saturate, nan_to, scaled)
 
 
 @lru_cache(maxsize=4096)
-def decode_operation(fmt: Format, dtype: torch.dtype) -> Decode:
-    return Decode(fmt, dtype)
+def decode_operation(fmt: Format, dtype: torch.dtype, scaled: bool = False) -> Decode:
+    return Decode(fmt, dtype, scaled)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.tensor.core import Decode, Encode, Operation, code_storage, tables_on
+from lowp.tensor.core import Decode, Encode, Operation, Quantize, code_storage, tables_on
 from lowp.tensor.noise import KEY_SIZE, Noise, blocks, key_tensor
 
 SMALL = 1 << 16  # elements; also the length of a row on CUDA
@@ -71,9 +71,11 @@ def run(
     noise: Noise | None,
     out: Tensor,
     check: Callable[[int, int], None] | None = None,
+    factor: Tensor | None = None,
 ) -> None:
     """Apply an operation to flat, contiguous integer tensors of the same length (`out` may be the input itself).
 
+    `factor`, one number in the tensor's dtype, is for operations that scale.
     `check(start, stop)` is called on each piece before it is worked on, and may raise. On a CPU pieces are then small enough to
     stay in the cache between the two: looking at everything first would read it twice.
     """
@@ -90,7 +92,9 @@ def run(
         source, target = (stored, out) if whole else (stored[start:stop], out[start:stop])
         key = None if noise is None else key_tensor(noise, start, stored.device)
         if kernel is not None:
-            kernel(source, tables, key, target)
+            kernel(source, tables, key, factor, target)
+        elif factor is not None:
+            target.copy_(operation(source, tables, key, factor))  # type: ignore[call-arg]  # it scales
         else:
             target.copy_(operation(source, tables, key))
 
@@ -150,8 +154,10 @@ class Kernel:
         self._flat = _compile(operation, device, rows=False)
         self._rows = _compile(operation, device, rows=True) if device.type == "cuda" else None
 
-    def __call__(self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, out: Tensor) -> None:
-        rest = [*tables] if key is None else [*tables, key]
+    def __call__(
+        self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, factor: Tensor | None, out: Tensor
+    ) -> None:
+        rest = [*tables, *(extra for extra in (key, factor) if extra is not None)]
         if self._rows is not None and stored.numel() % SMALL == 0 and _aligned(stored) and _aligned(out):
             self._rows([stored.view(-1, SMALL), *rest, out.view(-1, SMALL)])
         else:
@@ -194,11 +200,14 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         tables = list(tables_on(operation, device))
         keys = [torch.zeros(KEY_SIZE, dtype=torch.int32, device=device)] if operation.stochastic else []
+        scaled = not isinstance(operation, Quantize) and operation.scaled
+        factors = [torch.ones(1, dtype=operation.dtype, device=device)] if scaled else []
 
         def kernel(stored: Tensor, *rest: Tensor) -> tuple[()]:
             *data, out = rest
+            factor = [data.pop()] if factors else []
             key = data.pop() if keys else None
-            out.copy_(operation(stored, tuple(data), key))
+            out.copy_(operation(stored, tuple(data), key, *factor))
             return ()
 
         mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -208,7 +217,7 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
             return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
         arguments = [fake(example(source_dtype), True)]
-        arguments += [fake(tensor, False) for tensor in (*tables, *keys)]
+        arguments += [fake(tensor, False) for tensor in (*tables, *keys, *factors)]
         arguments += [fake(example(target_dtype), True)]
         with mode:
             graph = make_fx(kernel, decomposition_table=select_decomp_table())(*arguments)

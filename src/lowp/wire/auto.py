@@ -73,13 +73,10 @@ def _times(communicator: Communicator, settings: Settings, device: torch.device)
 
 
 def _reduce(numbers: Tensor, layer: Layer, settings: Settings, communicator: Communicator) -> None:
-    meter, pump = Meter(), Pump(1 if numbers.is_cuda else None)
-    exchange = BucketExchange(
-        numbers, (layer,), settings, TwoShot(), communicator.link, State(), meter, False, lambda marks: None
-    )
-    for part in (lambda: [exchange.prepare()], exchange.jobs):
-        pump.feed(part(), meter)
-        pump.run()
+    meter, pump = Meter(), Pump()
+    link, state = communicator.link, State()
+    BucketExchange(numbers, (layer,), settings, TwoShot(), link, state, meter, False, lambda marks: None).start(pump)
+    pump.run()
 
 
 def _timed(way: Callable[[], None], device: torch.device) -> float:

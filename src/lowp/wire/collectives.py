@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowp.tensor.kernels import SMALL
-from lowp.wire.communicator import Communicator, agree
 from lowp.wire.auto import choose
+from lowp.wire.communicator import Communicator, agree
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.faults import explain
@@ -104,11 +104,9 @@ def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, c
     state = State(step=step)
     link, sent = communicator.link, communicator.link.bytes_sent
     exchange = BucketExchange(flat, (layer,), settings, reduction, link, state, meter, op == "mean", marks.append)
-    pump = Pump(1 if tensor.is_cuda else None)
+    pump = Pump()
     try:
-        pump.feed([exchange.prepare()], meter)
-        pump.run()
-        pump.feed(exchange.jobs(), meter)
+        exchange.start(pump)
         pump.run()
     except Exception as error:
         explained = explain(error, f"all_reduce of {tensor.numel()} elements", pump.waiting_for, communicator.group)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lowp.wire.faults import poison
 from lowp.wire.link import GroupLink
 
-
 _idle: "WeakKeyDictionary[Any, dict[tuple, list[GroupLink]]]" = WeakKeyDictionary()
 """Links of groups that were given back, by the world that they belong to, its ranks and the backend."""
 

@@ -58,12 +58,10 @@ class Courier:
         """Issue everything on the side stream; `arrived` runs there too, so that a future knows what to wait for."""
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        pump = Pump(depth=1)
+        pump = Pump()
         try:
             with torch.cuda.stream(self._stream):
-                pump.feed([parcel.exchange.prepare()], parcel.meter)
-                pump.run()
-                pump.feed(parcel.exchange.jobs(), parcel.meter)
+                parcel.exchange.start(pump)
                 pump.run()
         except Exception as error:
             self._fail(error, parcel.name, pump)
@@ -82,33 +80,19 @@ class Courier:
                     return
             try:
                 if parcel is not None:
-                    self._begin(parcel, pump)
+                    self._open.append(parcel)
+                    parcel.exchange.start(pump)
                 pump.turn()
+                self._hand_over()
             except Exception as error:
                 self._fail(error, self._open[0].name if self._open else "a bucket", pump)
                 return
 
-    def _begin(self, parcel: Parcel, pump: Pump) -> None:
-        self._open.append(parcel)
-        left = 0
-
-        def chunk_done() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                self._open.remove(parcel)
-                parcel.arrived()
-
-        def prepared() -> None:
-            nonlocal left
-            jobs = parcel.exchange.jobs()
-            left = len(jobs)
-            pump.feed(jobs, parcel.meter, chunk_done)
-            if not jobs:
-                self._open.remove(parcel)
-                parcel.arrived()
-
-        pump.feed([parcel.exchange.prepare()], parcel.meter, prepared)
+    def _hand_over(self) -> None:
+        """Tell whom it concerns that a bucket has arrived."""
+        for parcel in [parcel for parcel in self._open if parcel.exchange.complete]:
+            self._open.remove(parcel)
+            parcel.arrived()
 
     def _fail(self, error: Exception, name: str, pump: Pump) -> None:
         """Nobody waits for ever: everything that was on its way arrives, and the step raises the error."""

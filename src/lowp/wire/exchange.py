@@ -4,7 +4,7 @@
 2. For each chunk: enter (float32, scaled), the reduction, leave (unscaled, divided by the number of ranks if it is a mean).
 3. Done when the last chunk is: note what was not finite, and the scales for the next step.
 
-Each of these is a generator that stops where it waits for messages; a Pump (pump.py) runs many of them at once.
+Each of the first two is a generator that stops where it waits for messages; a Pump (pump.py) runs many of them at once.
 """
 
 import math
@@ -19,6 +19,7 @@ from lowp.wire import scaling
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink, Pending
 from lowp.wire.plan import Chunk, Layer, chunks_of
+from lowp.wire.pump import Pump, Task
 from lowp.wire.reductions.base import Job, Reduction
 from lowp.wire.report import Meter
 from lowp.wire.rules import Rules
@@ -123,7 +124,9 @@ def enter(flat: Tensor, chunk: Chunk, factors: list[Any], world: int) -> tuple[T
     return numbers, peaks
 
 
-def leave(numbers: Tensor, peaks: Tensor, chunk: Chunk, factors: list[Any], marks: Tensor, divisor: int, flat: Tensor) -> Tensor:
+def leave(
+    numbers: Tensor, peaks: Tensor, chunk: Chunk, factors: list[Any], marks: Tensor, divisor: int, flat: Tensor
+) -> Tensor:
     """Unscale, divide, and put the sums where they belong; NaN for layers that were not finite. Returns their new marks.
 
     `marks` has 255 for layers that are known to be bad already. A layer is bad as soon as one of its parts is.
@@ -179,14 +182,16 @@ class BucketExchange:
         self._divisor = link.world if mean else 1
         self._done = done
         self._step = state.step
+        self.complete = False
         self._scales = SharedScales(layers, link.world, state, flat.device)
         self._chunks = chunks_of(layers, self._reduction.shards(link.world), settings.chunk)
+        self._number = link.take_number()
         self._links = [link.for_chunk() for _ in self._chunks]  # numbered now: buckets come in the same order on all ranks
         self._left = len(self._chunks)
         self._bad = torch.zeros(len(layers), dtype=torch.uint8, device=flat.device)
         self._peaks = torch.zeros(len(layers), dtype=torch.uint8, device=flat.device)
 
-    def prepare(self) -> Steps:
+    def _prepare(self) -> Steps:
         """Agree on scales; then `jobs` may begin."""
         offsets = [0]
         for layer in self._layers:
@@ -213,10 +218,16 @@ class BucketExchange:
             factors=self._factors,
         )
 
-    def jobs(self) -> list[Steps]:
+    def start(self, pump: Pump) -> None:
+        """Let a pump do everything. The chunks begin when the scales are known."""
+        pump.feed(Task(self._number, self._prepare(), self._meter, lambda: self._begin_chunks(pump)))
+
+    def _begin_chunks(self, pump: Pump) -> None:
         if not self._chunks:
             self._finish()
-        return [self._job(chunk, link) for chunk, link in zip(self._chunks, self._links, strict=True)]
+        steps = self._reduction.steps(self._link.world)
+        for chunk, link in zip(self._chunks, self._links, strict=True):
+            pump.feed(Task(link.number, self._job(chunk, link), self._meter, steps=steps))
 
     def _job(self, chunk: Chunk, link: ChunkLink) -> Steps:
         with self._meter.timed("encode", self._flat.device):
@@ -231,6 +242,7 @@ class BucketExchange:
             self._finish()
 
     def _finish(self) -> None:
+        self.complete = True
         remember_bounds(self._state, self._layers, self._travelled())
         if self._settings.measure:
             self._meter.compare(self._flat, self._exact.div_(self._divisor))

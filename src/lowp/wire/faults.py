@@ -82,4 +82,6 @@ def poison(group: Any) -> None:
         if rank != dist.get_rank(group):
             with suppress(RuntimeError):
                 room = torch.empty(1, dtype=torch.uint8)
-                dist.irecv(room, group=group, group_src=rank, tag=_POISON_TAG).wait(timedelta(milliseconds=1))
+                work = dist.irecv(room, group=group, group_src=rank, tag=_POISON_TAG)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))

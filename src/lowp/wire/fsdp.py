@@ -24,7 +24,7 @@ from lowp.wire.exchange import Steps
 from lowp.wire.faults import CollectiveError, explain
 from lowp.wire.link import GroupLink
 from lowp.wire.plan import Chunk, Part, Shard
-from lowp.wire.pump import Pump
+from lowp.wire.pump import Pump, Task
 from lowp.wire.reductions.base import Job
 from lowp.wire.report import Meter, Report
 from lowp.wire.rules import Rules, Stage
@@ -59,9 +59,10 @@ class FsdpHandle:
         self, steps: Iterator[Steps], link: GroupLink, what: str, group: Any, device: torch.device, plain_bytes: float
     ) -> None:
         """Run the generators of one collective to their end."""
-        pump, sent = Pump(1 if device.type == "cuda" else None), link.bytes_sent
+        pump, sent = Pump(), link.bytes_sent
         try:
-            pump.feed(steps, self._meter)
+            for generator in steps:
+                pump.feed(Task(link.take_number(), generator, self._meter))
             pump.run()
         except Exception as error:
             communicator = communicator_for(group, device)

@@ -33,7 +33,7 @@ class GroupLink:
         self.world = dist.get_world_size(group)
         self.bytes_sent = 0
         self.tagged = dist.get_backend(group) == "gloo"
-        self._chunks = 0
+        self._taken = 0
 
     def maximum(self, numbers: Tensor) -> list[Pending]:
         """Start replacing each number by the largest of all ranks."""
@@ -49,10 +49,14 @@ class GroupLink:
             return []
         return [Pending(dist.all_reduce(numbers, group=self.group, async_op=True), "adding up without compression")]
 
+    def take_number(self) -> int:
+        """The next place in the order of everything that this link carries. All ranks take them alike."""
+        self._taken += 1
+        return self._taken
+
     def for_chunk(self) -> "ChunkLink":
-        """A link for the next chunk. All ranks begin chunks in the same order."""
-        self._chunks += 1
-        return ChunkLink(self, self._chunks % _SEQUENCES * _MESSAGES)
+        """A link for the next chunk."""
+        return ChunkLink(self, self.take_number())
 
 
 class ChunkLink:
@@ -63,9 +67,10 @@ class ChunkLink:
     between these two ranks: both ends count alike. NCCL knows no tags: there, chunks follow each other on one stream.
     """
 
-    def __init__(self, link: GroupLink, tag: int) -> None:
+    def __init__(self, link: GroupLink, number: int) -> None:
         self._link = link
-        self._tag = tag
+        self.number = number
+        self._tag = number % _SEQUENCES * _MESSAGES
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self.rank = link.rank

@@ -14,8 +14,8 @@ from lowp.tensor.block import BlockCodes
 from lowp.tensor.core import code_storage, decode_operation, encode_operation
 from lowp.tensor.noise import Noise
 from lowp.tensor.ops import decode, encode
-from lowp.wire.scratch import room
 from lowp.wire.planes import pack_planes, padded, planar_bytes, unpack_planes
+from lowp.wire.scratch import room
 
 TORCH_DTYPES = {FP16: torch.float16, BF16: torch.bfloat16, FP32: torch.float32}
 """Formats that torch itself casts to, correctly rounded and fast."""
@@ -51,8 +51,13 @@ def _codes_bytes(fmt: Format, count: int) -> int:
     return count * (1 if fmt.bits == 8 else 2 if fmt.bits == 16 else 4)
 
 
-def put(numbers: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | None, out: Tensor) -> None:
-    """Write the codes of flat float32 `numbers` to `out` (uint8, `payload_bytes` of it). What is too large saturates."""
+def put(numbers: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | None, out: Tensor, factor: Tensor | None = None) -> None:
+    """Write the codes of flat float32 `numbers` to `out` (uint8, `payload_bytes` of it). What is too large saturates.
+
+    `factor` (one float32, for devices other than the CPU) multiplies the numbers on their way.
+    """
+    if factor is not None and (isinstance(fmt, BlockFormat) or fmt in TORCH_DTYPES or 8 < fmt.bits < 16):
+        numbers, factor = numbers * factor, None
     if fmt in TORCH_DTYPES and (rounding == "nearest" or fmt == FP32):
         target = out.view(TORCH_DTYPES[fmt])
         target.copy_(numbers if fmt == FP32 else numbers.clamp(fmt.min, fmt.max))
@@ -60,31 +65,39 @@ def put(numbers: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | None, out
     if isinstance(fmt, BlockFormat):
         _put_blocks(numbers, fmt, rounding, noise, out)
     elif fmt.bits in (8, 16):
-        _encode(numbers, fmt, rounding, noise, out)
+        _encode(numbers, fmt, rounding, noise, out, factor)
     elif fmt.bits < 8:
         codes = room(padded(numbers.numel(), fmt.bits), torch.uint8, numbers.device)
         codes[numbers.numel() :] = 0
-        _encode(numbers, fmt, rounding, noise, codes[: numbers.numel()])
+        _encode(numbers, fmt, rounding, noise, codes[: numbers.numel()], factor)
         pack_planes(codes, fmt.bits, out)
     else:
         _put_codes(encode(numbers, fmt, rounding, saturate=True, seed=noise, nan="zero"), fmt, out)
 
 
-def _encode(numbers: Tensor, fmt: Format, rounding: str, noise: Noise | None, out: Tensor) -> None:
+def _encode(numbers: Tensor, fmt: Format, rounding: str, noise: Noise | None, out: Tensor, factor: Tensor | None) -> None:
     """`lowp.encode` without its checks: small messages are many, and everything here is flat, contiguous and float32."""
-    operation = encode_operation(fmt, torch.float32, rounding, True, "zero")
-    kernels.run(operation, numbers.view(torch.int32), noise, out.view(code_storage(fmt)))
+    operation = encode_operation(fmt, torch.float32, rounding, True, "zero", factor is not None)
+    kernels.run(operation, numbers.view(torch.int32), noise, out.view(code_storage(fmt)), factor=factor)
 
 
-def get(payload: Tensor, fmt: AnyFormat, out: Tensor) -> None:
-    """Read `out.numel()` numbers (float32)."""
-    if fmt in TORCH_DTYPES:
-        out.copy_(payload.view(TORCH_DTYPES[fmt]))
-    elif isinstance(fmt, BlockFormat):
+def get(payload: Tensor, fmt: AnyFormat, out: Tensor, factor: Tensor | None = None) -> None:
+    """Read `out.numel()` numbers (float32), each times `factor`."""
+    if isinstance(fmt, BlockFormat):
         _get_blocks(payload, fmt, out)
+    elif fmt in TORCH_DTYPES:
+        out.copy_(payload.view(TORCH_DTYPES[fmt]))
     else:
-        codes = _get_codes(payload, fmt, out.numel())
-        kernels.run(decode_operation(fmt, torch.float32), codes.view(code_storage(fmt)), None, out.view(torch.int32))
+        _decode(payload, fmt, out, factor)
+        return
+    if factor is not None:
+        out.mul_(factor)
+
+
+def _decode(payload: Tensor, fmt: Format, out: Tensor, factor: Tensor | None) -> None:
+    operation = decode_operation(fmt, torch.float32, factor is not None)
+    codes = _get_codes(payload, fmt, out.numel()).view(code_storage(fmt))
+    kernels.run(operation, codes, None, out.view(torch.int32), factor=factor)
 
 
 def _put_codes(codes: Tensor, fmt: Format, out: Tensor) -> None:

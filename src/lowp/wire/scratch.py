@@ -5,16 +5,21 @@ import threading
 import torch
 from torch import Tensor
 
-_own = threading.local()
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.kept: dict[tuple[torch.dtype, int], Tensor] = {}
+
+
+_own = _Own()
 
 
 def scratch(count: int, dtype: torch.dtype, number: int = 0) -> Tensor:
     """Room for `count` elements on the CPU, this thread's until its next call with the same dtype and number."""
-    kept: dict[tuple[torch.dtype, int], Tensor] = _own.__dict__
-    found = kept.get((dtype, number))  # type: ignore[call-overload]
+    found = _own.kept.get((dtype, number))
     if found is None or found.numel() < count:
         found = torch.empty(max(count, 1 << 16), dtype=dtype)
-        kept[dtype, number] = found  # type: ignore[index]
+        _own.kept[dtype, number] = found
     return found[:count]
 
 

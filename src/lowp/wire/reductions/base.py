@@ -117,6 +117,10 @@ class Reduction(ABC):
     def shards(self, world: int) -> int:
         return world
 
+    def steps(self, world: int) -> int | None:
+        """How often `exchange` waits, if that is the same on all ranks: it lets chunks overlap more."""
+        return None
+
     @abstractmethod
     def exchange(self, job: Job) -> Steps:
         """What one rank does for one chunk."""

@@ -80,6 +80,9 @@ class Hierarchical(Reduction):
         """The rules between nodes: sums in float32 at their owners, or partial sums that travel in the wire's format."""
         return replace(rules, accumulate=FP32 if self.variant == "shards" else None)
 
+    def steps(self, world: int) -> int | None:
+        return 4 if self.variant == "shards" else None
+
     def exchange(self, job: Job) -> Steps:
         if self.variant == "leaders":
             yield from _through_leaders(job, self._nodes(job.link.world), self._between(job.rules))

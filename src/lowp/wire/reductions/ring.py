@@ -42,6 +42,9 @@ class Ring(Reduction):
     def __str__(self) -> str:
         return "ring"
 
+    def steps(self, world: int) -> int:
+        return 2 * (world - 1)
+
     def exchange(self, job: Job) -> Steps:
         def addend(index: int) -> Load:
             return job.rules.addend(job.load(index), job.chunk.shards[index], job.link.rank)

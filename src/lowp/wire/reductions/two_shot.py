@@ -51,6 +51,9 @@ class TwoShot(Reduction):
     def __str__(self) -> str:
         return "two_shot"
 
+    def steps(self, world: int) -> int:
+        return 2
+
     def exchange(self, job: Job) -> Steps:
         me, ranks = job.link.rank, range(job.link.world)
         sent = {rank: job.write(rank, Stage.ADDEND) for rank in ranks}
