@@ -4,7 +4,9 @@ A gradient is a list of layers (float32 arrays). The bucket is the layers one af
 cut, and nothing else of `lowp.wire` is used. Numbers are rounded by the tests' oracle. All additions are numpy's, in float32.
 
 How many shards a chunk has matters for where rings begin and, with scale="local", for what shares a scale: as many as there are
-ranks; for rings of leaders as many as there are nodes; one for `sequential` and `tree`, which do not share the work out.
+ranks; for rings of leaders as many as there are nodes; one for `tree`. `accumulate` is the format of sums: the first addend is
+rounded to it too, and with `hierarchical` it is the format inside nodes (addends and sums), never between them. Kahan sums
+begin with the first addend, so that a sum of negative zeros is one.
 """
 
 import math
@@ -32,7 +34,7 @@ class Rounder:
 
     def __call__(self, part: np.ndarray) -> np.ndarray:
         if self.format == FP32:
-            return part
+            return part.astype(np.float32)
         shift = fitting_shift(part, self.format) if self.local else 0
         rounded = round_all(times_power_of_two(part, shift), self.format, Rounding.NEAREST, saturate=True)
         return times_power_of_two(rounded, -shift).astype(np.float32)
@@ -85,7 +87,7 @@ def all_reduce(
     """
     fmt, world = lowp.format(format), len(gradients)
     name, node, leaders = parse(reduction)
-    sums = lowp.format(accumulate) if accumulate else FP32 if name in ("two_shot", "hierarchical") and not leaders else fmt
+    sums = lowp.format(accumulate) if accumulate else FP32 if name in ("two_shot", "hierarchical") else fmt
     outer, inner = Rounder(fmt, scale == "local"), Rounder(sums, scale == "local")
 
     shifts = [0] * len(gradients[0])
@@ -129,28 +131,19 @@ def parse(reduction: str) -> tuple[str, int, bool]:
 def reduce_part(addends, shard, name, node, leaders, outer, inner, kahan):
     """The sum of one part, as everybody has it in the end."""
     if name == "hierarchical":
-        addends = [add_up(addends[first : first + node]) for first in range(0, len(addends), node)]
-        name = "ring" if leaders else "two_shot"
+        members = [[inner(addend) for addend in addends[first : first + node]] for first in range(0, len(addends), node)]
+        addends = [in_order(each, inner, kahan) for each in members]
+        name, inner = ("ring", outer) if leaders else ("two_shot", Rounder(FP32, outer.local))
     addends = [outer(addend) for addend in addends]  # they travel in the format
     world = len(addends)
     match name:
-        case "two_shot":
-            total = in_order(addends, inner, kahan) if inner.format != FP32 or kahan else add_up(addends)
-        case "sequential":
+        case "two_shot" | "sequential":
             total = in_order(addends, inner, kahan)
         case "ring":
             total = in_order([addends[(shard + i) % world] for i in range(world)], inner, kahan)
         case "tree":
             total = by_pairs(addends, inner)
     return outer(total)  # and so does the sum
-
-
-def add_up(addends: list[np.ndarray]) -> np.ndarray:
-    """In float32, in order of rank."""
-    total = addends[0].astype(np.float32)
-    for addend in addends[1:]:
-        total = total + addend.astype(np.float32)
-    return total
 
 
 def in_order(addends, rounder, kahan):
@@ -160,7 +153,7 @@ def in_order(addends, rounder, kahan):
         for addend in addends[1:]:
             total = rounder(total + addend)
         return total
-    total, compensation = rounder(addends[0]), np.zeros_like(addends[0])
+    total, compensation = rounder(addends[0]), np.zeros(addends[0].size, np.float32)
     for addend in addends[1:]:
         corrected = rounder(addend - compensation)
         larger = rounder(total + corrected)

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,12 +181,7 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
     The example is large, so that inductor's choices (threads, vector loops) are those for large tensors. For the flat CUDA
     kernel it starts one element off, so that nothing is assumed about alignment.
     """
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     source_dtype, target_dtype = _dtypes(operation)
@@ -219,8 +214,6 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
         arguments = [fake(example(source_dtype), True)]
         arguments += [fake(tensor, False) for tensor in (*tables, *keys, *factors)]
         arguments += [fake(example(target_dtype), True)]
-        with mode:
-            graph = make_fx(kernel, decomposition_table=select_decomp_table())(*arguments)
         # Indices into our tables are right by construction. Where most of the work is looking up, the C++ compiler does it
         # with gather instructions if inductor leaves the vectors to it. Everything else about the user's settings stays.
         settings: dict[str, Any] = {
@@ -231,5 +224,46 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
         }
         if tables and (isinstance(operation, Decode) or operation.stairs is not None):
             settings["cpp.simdlen"] = 1
-        with tracing(TracingContext(mode)), config.patch(settings):
-            return compile_fx_inner(graph, arguments)
+        return _to_inductor(kernel, arguments, mode, settings)
+
+
+def _to_inductor(function: Callable[..., Any], arguments: Sequence[Tensor], mode: Any, settings: dict[str, Any]) -> Any:
+    """Trace a function of fake tensors and compile it; the result takes a list of tensors."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with mode:
+        graph = make_fx(function, decomposition_table=select_decomp_table())(*arguments)
+    with tracing(TracingContext(mode)), config.patch(settings):
+        return compile_fx_inner(graph, arguments)
+
+
+_fused: dict[Any, Callable[[list[Tensor]], Any]] = {}
+
+
+def fused(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`function(*tensors)`, for a chain of operations on a few numbers: one kernel on CUDA instead of a launch for each.
+
+    `function` must be the same object every time, and shapes are part of its identity. On a CPU it is simply called.
+    """
+    device = tensors[0].device
+    if device.type != "cuda" or _state.policy == "never":
+        return function(*tensors)
+    identity = (function, device, *((tensor.shape, tensor.dtype) for tensor in tensors))
+    with _state.lock:
+        if identity not in _fused:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            try:
+                with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    mode = FakeTensorMode()
+                    arguments = [mode.from_tensor(tensor.clone()) for tensor in tensors]
+                    _fused[identity] = _to_inductor(function, arguments, mode, {"triton.cudagraphs": False})
+            except Exception as error:
+                _warn_once(error)
+                _fused[identity] = lambda inputs: function(*inputs)
+    return tuple(_fused[identity](list(tensors)))

@@ -11,6 +11,7 @@ A message part, for n float32 numbers of one layer:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat, BlockFormat, Rounding
 from lowp.formats import format as parse_format
+from lowp.tensor.kernels import fused
 from lowp.tensor.noise import Noise
 from lowp.tensor.ops import quantize
 from lowp.wire import scaling
@@ -115,7 +117,7 @@ class Codec:
         header = message[length : length + header_bytes]
         local = self.scale.kind == "local"
         on_cpu = message.device.type == "cpu"
-        get(message[:length], self.format, out, _unit(header) if local and not on_cpu else None)
+        get(message[:length], self.format, out, fused(_units, header)[0] if local and not on_cpu else None)
         if local and on_cpu:
             out.mul_(_unit_of(int(header)))
         elif self.scale.kind == "block":
@@ -156,14 +158,30 @@ class Codec:
             shift = scaling.shift_of(byte)
             scaled = torch.mul(numbers, 2.0**shift, out=scratch(numbers.numel(), torch.float32)) if shift else numbers
             return scaled, None
-        header.copy_(scaling.fitting_bytes(scaling.largest(numbers).reshape(1), self.format))
-        return numbers, scaling.power_of_two(scaling.shifts_of(header))
+        byte, factor = fused(_local_scale(self.format), *torch.aminmax(numbers))
+        header.copy_(byte)
+        return numbers, factor
 
     def _scaled_blocks(self, numbers: Tensor, header: Tensor) -> Tensor:
         filled = torch.nn.functional.pad(numbers, (0, -numbers.numel() % self.scale.block)).view(-1, self.scale.block)
         header.copy_(scaling.fitting_bytes(filled.abs().amax(1), self.format))
         factors = scaling.power_of_two(scaling.shifts_of(header))
         return (filled * factors[:, None]).view(-1)[: numbers.numel()]
+
+
+@lru_cache(maxsize=256)
+def _local_scale(fmt: AnyFormat) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """From the smallest and the largest number: the header byte, and the factor that it stands for."""
+
+    def scale(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        byte = scaling.fitting_bytes(torch.maximum(-low, high).reshape(1), fmt)
+        return byte, scaling.power_of_two(scaling.shifts_of(byte))
+
+    return scale
+
+
+def _units(header: Tensor) -> tuple[Tensor]:
+    return (_unit(header),)
 
 
 def _unit_of(byte: int) -> float:

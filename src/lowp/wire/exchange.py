@@ -26,6 +26,7 @@ from lowp.wire.rules import Rules
 from lowp.wire.scaling import NONFINITE
 from lowp.wire.settings import Settings
 
+CUDA_CHUNK = 1 << 28
 Steps = Generator[list[Pending], None, Any]
 
 
@@ -67,8 +68,7 @@ class SharedScales:
         """This rank's bounds (bytes) of the layers whose scale is to be agreed on; None if there are none."""
         if not self._now:
             return None
-        maxima = torch.stack([_largest(numbers(i)) for i in self._now])
-        self.bounds = scaling.bound_bytes(maxima, self._world)
+        self.bounds = scaling.bound_bytes(_all_largest([numbers(i) for i in self._now]), self._world)
         return self.bounds
 
     def factors(self) -> list[Any]:
@@ -102,6 +102,13 @@ class SharedScales:
         return marks
 
 
+def _all_largest(layers: list[Tensor]) -> Tensor:
+    """The largest magnitude of each layer. On CUDA in a few launches for all of them; NaN comes through both ways."""
+    if layers[0].is_cuda and all(layer.numel() for layer in layers):
+        return torch.stack(torch._foreach_norm(layers, math.inf)).to(torch.float32)
+    return torch.stack([_largest(layer) for layer in layers])
+
+
 def _largest(numbers: Tensor) -> Tensor:
     return scaling.largest(numbers).to(torch.float32) if numbers.numel() else torch.zeros((), device=numbers.device)
 
@@ -131,8 +138,9 @@ def leave(
 
     `marks` has 255 for layers that are known to be bad already. A layer is bad as soon as one of its parts is.
     """
-    owners = torch.tensor([part.layer for part, _ in chunk.parts], device=flat.device)
-    marks = marks.scatter_reduce(0, owners, torch.where(peaks == NONFINITE, NONFINITE, 0).to(torch.uint8), "amax")
+    marks = marks.scatter_reduce(
+        0, chunk.owners(flat.device), torch.where(peaks == NONFINITE, NONFINITE, 0).to(torch.uint8), "amax"
+    )
     if flat.device.type == "cpu":
         poison: Any = [math.nan if mark else 1.0 for mark in marks.tolist()]
     else:
@@ -184,7 +192,9 @@ class BucketExchange:
         self._step = state.step
         self.complete = False
         self._scales = SharedScales(layers, link.world, state, flat.device)
-        self._chunks = chunks_of(layers, self._reduction.shards(link.world), settings.chunk)
+        # On CUDA streams overlap by themselves, and kernels want to be large.
+        chunk = settings.chunk if flat.device.type == "cpu" else max(settings.chunk, CUDA_CHUNK)
+        self._chunks = chunks_of(layers, self._reduction.shards(link.world), chunk)
         self._number = link.take_number()
         self._links = [link.for_chunk() for _ in self._chunks]  # numbered now: buckets come in the same order on all ranks
         self._left = len(self._chunks)
@@ -257,8 +267,7 @@ def largest_peaks(before: Tensor, chunk: Chunk, peaks: Tensor) -> Tensor:
     """The largest byte that each layer's messages had, for the next step of `aps_delayed`."""
     if not any(part.codec.scale.kind == "aps_delayed" for part, _ in chunk.parts):
         return before
-    owners = torch.tensor([part.layer for part, _ in chunk.parts], device=peaks.device)
-    return before.scatter_reduce(0, owners, peaks, "amax")
+    return before.scatter_reduce(0, chunk.owners(peaks.device), peaks, "amax")
 
 
 def remember_bounds(state: State, layers: tuple[Layer, ...], bounds: dict[int, Tensor]) -> None:

@@ -13,6 +13,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lowp.wire.codec import Codec
 
 CHUNK = 1 << 19  # elements; 8 chunks and more for buckets worth overlapping
@@ -74,6 +77,16 @@ class Chunk:
     def parts(self) -> tuple[tuple[Part, int], ...]:
         """All parts, and where in the chunk each begins."""
         return tuple((part, shard.start + part.offset) for shard in self.shards for part in shard.parts)
+
+    @cached_property
+    def _owners(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    def owners(self, device: torch.device) -> Tensor:
+        """The layer of each part."""
+        if device not in self._owners:
+            self._owners[device] = torch.tensor([part.layer for part, _ in self.parts], device=device)
+        return self._owners[device]
 
     @cached_property
     def first_parts(self) -> tuple[int, ...]:

@@ -1,0 +1,181 @@
+"""The wire on a GPU: the same bytes as on the CPU, and the hooks over NCCL with one rank (all that one GPU can show)."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lowp
+from lowp.formats import FORMATS
+from lowp.wire.codec import codec_of
+from lowp.wire.exchange import _all_largest, _largest
+from lowp.wire.payload import check_format
+from lowp.wire.reductions import REDUCTIONS
+from lowp.wire.scaling import SCALES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+
+def travels(fmt):
+    try:
+        return check_format(fmt)
+    except ValueError:
+        return None
+
+
+CODECS = [*(str(fmt) for fmt in FORMATS if travels(fmt)), "topk:0.1:e4m3fn", "topk:0.3"]
+
+
+def gradient(rank, size, device="cpu"):
+    generator = torch.Generator().manual_seed(17 * rank + size)
+    return (torch.randn(size, generator=generator) * 10.0 ** (rank % 5 - 3)).to(device)
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+@pytest.mark.parametrize("name", CODECS)
+def test_messages_are_the_same_bytes(name, scale):
+    for rounding in ("nearest", "stochastic"):
+        codec = codec_of(name, rounding, scale)
+        noise = lowp.Noise(1, 2, 3, 4) if rounding == "stochastic" else None
+        for size in (1, 700, 70001):
+            numbers = gradient(1, size)
+            messages = []
+            for device in ("cpu", "cuda"):
+                message = torch.zeros(codec.wire_bytes(size), dtype=torch.uint8, device=device)
+                codec.encode(numbers.to(device), message, noise, torch.zeros(1, dtype=torch.uint8, device=device))
+                decoded = torch.empty(size, device=device)
+                codec.decode(message, decoded)
+                messages.append((message.cpu(), decoded.cpu()))
+            assert torch.equal(messages[0][0], messages[1][0])
+            assert torch.equal(messages[0][1], messages[1][1])
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
+def test_virtual_worlds_agree(reduction, scale):
+    world = lowp.VirtualWorld(5)
+    for name in ("e5m2", "posit8", "e2m1fn", "int8"):
+        sums = []
+        for device in ("cpu", "cuda"):
+            layers = lambda rank, device=device: [gradient(rank, size, device) for size in (3, 1000, 777)]  # noqa: E731
+            sums.append(world.all_reduce(layers, name, scale=str(scale), reduction=reduction, chunk=1 << 28, kahan=True))
+        for on_cpu, on_cuda in zip(*sums, strict=True):
+            assert torch.equal(on_cpu, on_cuda.cpu())
+
+
+def test_largest_of_many_layers_sees_nan_and_infinity():
+    layers = [gradient(i, 100 + i, "cuda") for i in range(40)]
+    layers[7][3] = torch.nan
+    layers[9][5] = -torch.inf
+    found = _all_largest(layers)
+    for i, layer in enumerate(layers):
+        assert torch.equal(found[i].isnan(), _largest(layer).isnan()) and (i == 7 or found[i] == _largest(layer))
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29517")
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 300), nn.ReLU(), nn.Linear(300, 10))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": "aps"},
+        {"scale": "local", "skip": "1d"},
+        {"scale": "aps_delayed", "error_feedback": True},
+        {"scale": "none", "rounding": "stochastic", "nonfinite": "skip", "check_replicas": True},
+    ],
+    ids=str,
+)
+def test_ddp_hook_gives_what_a_virtual_world_of_one_gives(nccl, options):
+    from lowp.wire.settings import Settings
+    from lowp.wire.virtual import VirtualExchange
+
+    ddp = nn.parallel.DistributedDataParallel(model().cuda(), bucket_cap_mb=1)
+    handle = lowp.compress_gradients(ddp, "e5m2", **options)
+    shapes = {name: p.shape for name, p in ddp.module.named_parameters()}
+    exchange = None
+    for step in range(4):
+        x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step)).cuda()
+        ddp.zero_grad()
+        ddp(x).square().mean().backward()
+        own = torch.autograd.grad(ddp.module(x).square().mean(), list(ddp.module.parameters()))
+        more = {k: v for k, v in options.items() if k != "check_replicas"}
+        if exchange is None:
+            exchange = VirtualExchange(1, shapes, Settings.of("e5m2", chunk=1 << 28, **more))
+        exchange._buckets = handle.buckets
+        wanted = exchange.reduce(lambda rank, own=own: dict(zip(shapes, own, strict=True)))
+        for name, parameter in ddp.module.named_parameters():
+            # convolutions on a GPU need not repeat bit for bit; their gradients are compared where they do
+            torch.testing.assert_close(parameter.grad, wanted[name], rtol=0.3, atol=1e-6)
+    report = handle.total()
+    assert report.steps == 4 and report.encode_seconds > 0
+    handle.remove()
+
+
+def test_nonfinite_gradients_skip_the_step(nccl):
+    ddp = nn.parallel.DistributedDataParallel(model().cuda())
+    handle = lowp.compress_gradients(ddp, "int8", nonfinite="skip")
+    x = torch.randn(8, 3, 8, 8).cuda()
+    (ddp(x).square().mean() * torch.inf).backward()
+    assert all(parameter.grad is None for parameter in ddp.parameters())
+    ddp(x).square().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in ddp.parameters())
+    assert handle.total().skipped == 1
+    handle.remove()
+
+
+def test_fsdp(nccl):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = model().cuda()
+    mesh = init_device_mesh("cuda", (1,))
+    fully_shard(net, mesh=mesh)
+    handle = lowp.fsdp.compress(net, reduce="e5m2", gather="e4m3fn")
+    x = torch.randn(8, 3, 8, 8).cuda()
+    net(x).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+    handle.remove()
+
+
+def test_the_hook_works_on_a_side_stream_while_backward_computes(nccl):
+    from torch.profiler import ProfilerActivity, profile
+
+    net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))).cuda()
+    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=60)
+    handle = lowp.compress_gradients(ddp, "e5m2", scale="local")
+    x = torch.randn(4096, 4096, device="cuda")
+    for _ in range(4):
+        ddp(x).square().mean().backward()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        ddp(x).square().mean().backward()
+        torch.cuda.synchronize()
+    path = os.path.join(os.environ.get("OUT", "/tmp"), "overlap.json")
+    seen.export_chrome_trace(path)
+    import json
+
+    kernels = [e for e in json.load(open(path))["traceEvents"] if e.get("cat") == "kernel"]
+    products = [
+        e for e in kernels if "gemm" in e["name"].lower() or "cutlass" in e["name"].lower() or "nvjet" in e["name"].lower()
+    ]
+    ours = [e for e in kernels if "triton" in e["name"].lower()]
+    main = {e["args"]["stream"] for e in products}
+    side = [e for e in ours if e["args"]["stream"] not in main]
+    assert side, "no kernel of ours ran beside the stream of the matrix products"
+    overlapping = [s for s in side if any(p["ts"] < s["ts"] + s["dur"] and s["ts"] < p["ts"] + p["dur"] for p in products)]
+    print(f"{len(overlapping)} of {len(side)} kernels of ours overlap with matrix products")
+    assert overlapping
+    handle.remove()
