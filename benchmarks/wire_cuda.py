@@ -92,9 +92,8 @@ def main() -> None:
             row["bound_ms"] = row["bytes"] * ELEMENTS / bandwidth
             row["of_bound"] = (row["encode_ms"] + row["decode_ms"]) / row["bound_ms"]
             rows.append(row)
-            print(
-                f"{row['what']:20} encode {row['encode_ms']:.4f} decode {row['decode_ms']:.4f} ms: {row['of_bound']:.2f} x the bound (bar {BAR})"
-            )
+            times = f"encode {row['encode_ms']:.4f} decode {row['decode_ms']:.4f} ms"
+            print(f"{row['what']:20} {times}: {row['of_bound']:.2f} x the bound (bar {BAR})")
     sizes = [ELEMENTS // 10] * 9
     sizes += [(ELEMENTS - sum(sizes)) // 60] * 60
     for scale in ("aps", "local"):

@@ -1,6 +1,8 @@
 """The wire on a GPU: the same bytes as on the CPU, and the hooks over NCCL with one rank (all that one GPU can show)."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,28 +35,46 @@ def gradient(rank, size, device="cpu"):
     return (torch.randn(size, generator=generator) * 10.0 ** (rank % 5 - 3)).to(device)
 
 
+@pytest.fixture
+def plain_operations():
+    lowp.set_kernel_policy("never")
+    yield
+    lowp.set_kernel_policy("auto")
+
+
+def assert_same_bytes(name, scale, rounding, size):
+    codec = codec_of(name, rounding, scale)
+    noise = lowp.Noise(1, 2, 3, 4) if rounding == "stochastic" else None
+    numbers = gradient(1, size)
+    found = []
+    for device in ("cpu", "cuda"):
+        message = torch.zeros(codec.wire_bytes(size), dtype=torch.uint8, device=device)
+        codec.encode(numbers.to(device), message, noise, torch.zeros(1, dtype=torch.uint8, device=device))
+        decoded = torch.empty(size, device=device)
+        codec.decode(message, decoded)
+        found.append((message.cpu(), decoded.cpu()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 @pytest.mark.parametrize("name", CODECS)
-def test_messages_are_the_same_bytes(name, scale):
+def test_messages_are_the_same_bytes(name, scale, plain_operations):
     for rounding in ("nearest", "stochastic"):
-        codec = codec_of(name, rounding, scale)
-        noise = lowp.Noise(1, 2, 3, 4) if rounding == "stochastic" else None
         for size in (1, 700, 70001):
-            numbers = gradient(1, size)
-            messages = []
-            for device in ("cpu", "cuda"):
-                message = torch.zeros(codec.wire_bytes(size), dtype=torch.uint8, device=device)
-                codec.encode(numbers.to(device), message, noise, torch.zeros(1, dtype=torch.uint8, device=device))
-                decoded = torch.empty(size, device=device)
-                codec.decode(message, decoded)
-                messages.append((message.cpu(), decoded.cpu()))
-            assert torch.equal(messages[0][0], messages[1][0])
-            assert torch.equal(messages[0][1], messages[1][1])
+            assert_same_bytes(name, scale, rounding, size)
+
+
+@pytest.mark.parametrize("scale", ["none", "local"])
+@pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e2m1fn", "int8", "posit8", "dynamic8"])
+def test_kernels_give_the_same_bytes(name, scale):
+    for size in (70001, 5 * 65536):
+        assert_same_bytes(name, scale, "nearest", size)
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
-def test_virtual_worlds_agree(reduction, scale):
+def test_virtual_worlds_agree(reduction, scale, plain_operations):
     world = lowp.VirtualWorld(5)
     for name in ("e5m2", "posit8", "e2m1fn", "int8"):
         sums = []
@@ -71,7 +91,8 @@ def test_largest_of_many_layers_sees_nan_and_infinity():
     layers[9][5] = -torch.inf
     found = _all_largest(layers)
     for i, layer in enumerate(layers):
-        assert torch.equal(found[i].isnan(), _largest(layer).isnan()) and (i == 7 or found[i] == _largest(layer))
+        assert torch.equal(found[i].isnan(), _largest(layer).isnan())
+        assert i == 7 or found[i] == _largest(layer)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +141,8 @@ def test_ddp_hook_gives_what_a_virtual_world_of_one_gives(nccl, options):
             # convolutions on a GPU need not repeat bit for bit; their gradients are compared where they do
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=0.3, atol=1e-6)
     report = handle.total()
-    assert report.steps == 4 and report.encode_seconds > 0
+    assert report.steps == 4
+    assert report.encode_seconds > 0
     handle.remove()
 
 
@@ -165,9 +187,7 @@ def test_the_hook_works_on_a_side_stream_while_backward_computes(nccl):
         torch.cuda.synchronize()
     path = os.path.join(os.environ.get("OUT", "/tmp"), "overlap.json")
     seen.export_chrome_trace(path)
-    import json
-
-    kernels = [e for e in json.load(open(path))["traceEvents"] if e.get("cat") == "kernel"]
+    kernels = [event for event in json.loads(Path(path).read_text())["traceEvents"] if event.get("cat") == "kernel"]
     products = [
         e for e in kernels if "gemm" in e["name"].lower() or "cutlass" in e["name"].lower() or "nvjet" in e["name"].lower()
     ]
