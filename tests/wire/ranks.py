@@ -33,7 +33,9 @@ class RankFailed(AssertionError):
     """A rank raised, or did not end in time."""
 
 
-def run(function, world: int, *arguments, timeout: float = 120, group_timeout: float = 60, may_die: tuple[int, ...] = ()) -> list:
+def run(
+    function, world: int, *arguments, timeout: float = 120, group_timeout: float = 60, may_die: tuple[int, ...] = ()
+) -> list:
     """Results by rank; None for ranks of `may_die` that gave none (they are asked last, and killed if they hang)."""
     deadline, results = time.monotonic() + timeout, [None] * world
     with _started(function, world, arguments, group_timeout) as (processes, pipes):
@@ -43,12 +45,17 @@ def run(function, world: int, *arguments, timeout: float = 120, group_timeout: f
     return results
 
 
-def exit_codes(function, world: int, *arguments, timeout: float = 60, group_timeout: float = 60) -> list[int | None]:
-    """The exit codes of ranks that end on their own account; None for one that does not end in time."""
+def exit_codes(
+    function, world: int, *arguments, timeout: float = 60, group_timeout: float = 60, may_hang: tuple[int, ...] = ()
+):
+    """The exit codes of ranks that end on their own account; None for one that does not end in time (`may_hang`: with the rest)."""
     deadline = time.monotonic() + timeout
     with _started(function, world, arguments, group_timeout) as (processes, _):
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        for rank, process in enumerate(processes):
+            if rank not in may_hang:
+                process.join(max(0.0, deadline - time.monotonic()))
+        for rank in may_hang:
+            processes[rank].join(1)
         return [process.exitcode for process in processes]
 
 

@@ -114,7 +114,9 @@ def check_survivors(results, world, victim, reduction, how):
         assert named or (victim == 0 and "its host (rank 0, or the launcher)" in found["text"]), about
         assert found["took"] < TIMEOUT + ROLL_CALL_SECONDS + SLACK, about
         # A store whose host hangs is asked by a thread that ends when the host does: torch gives no way to call it back.
-        assert found["threads"] == [] or (victim == 0 and how == signal.SIGSTOP and found["threads"] == ["lowp-roll-call"]), about
+        assert found["threads"] == [] or (victim == 0 and how == signal.SIGSTOP and found["threads"] == ["lowp-roll-call"]), (
+            about
+        )
         assert found["gradients"] == 0, about
         assert found["groups"] == 0, about
         assert found["repeats"] == found["text"], about
@@ -162,7 +164,7 @@ def test_fifty_kills():
 
 
 def test_hangs():
-    at_once((101, 102, 103), signal.SIGSTOP)  # rank 0 of 3, rank 1 of 2, rank 1 of 3
+    at_once((101, 103), signal.SIGSTOP)  # rank 0 of 3, rank 1 of 3
 
 
 @pytest.mark.slow
@@ -189,7 +191,7 @@ def dies_and_leaves(rank, victim, how, code):
 
 @pytest.mark.parametrize(("victim", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)])
 def test_the_process_can_exit(victim, how):
-    codes = exit_codes(dies_and_leaves, 2, victim, how, 7, timeout=15, group_timeout=TIMEOUT)
+    codes = exit_codes(dies_and_leaves, 2, victim, how, 7, timeout=30, group_timeout=TIMEOUT, may_hang=(victim,))
     assert codes == [{signal.SIGKILL: -signal.SIGKILL, signal.SIGSTOP: None}[how] if rank == victim else 7 for rank in range(2)]
 
 

@@ -264,7 +264,9 @@ def test_a_skipped_step_leaves_nothing_in_residuals():
 
 
 def test_a_skipped_step_teaches_delayed_scales_nothing():
-    check_all(run(memories, 2, [("aps_delayed", "e2m1fn", "two_shot", feedback, False) for feedback in (False, True)], timeout=60))
+    check_all(
+        run(memories, 2, [("aps_delayed", "e2m1fn", "two_shot", feedback, False) for feedback in (False, True)], timeout=60)
+    )
 
 
 def test_a_skipped_first_step_is_no_first_step_for_delayed_scales():

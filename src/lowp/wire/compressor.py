@@ -116,25 +116,24 @@ class Compressor:
         meter.report.steps = 1
         meter.report.bytes_sent = self._communicator.link.bytes_sent - self._sent
         self._sent = self._communicator.link.bytes_sent
+        bad = self._nonfinite(marks) if self.settings.nonfinite != "propagate" else []
+        meter.report.skipped = int(bool(bad))
         self._meters.append(meter)
         if len(self._meters) > 100 or self._device.type == "cpu":
             self._collect()
         if self._courier.error is not None:
             _forget(parameters)
             raise self._courier.error
-        if self.settings.nonfinite == "propagate":
-            return
-        bad = [name for names, mark in marks for name, byte in zip(names, mark.tolist(), strict=True) if byte == NONFINITE]
         if bad:
             _forget(parameters)
-            meter.report.skipped = 1
-            self._total.skipped += 1
-            if self.settings.nonfinite == "raise":
-                first = min(bad, key=self._numbers.__getitem__)
-                more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-                raise NonFiniteGradient(
-                    f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank"
-                )
+        if bad and self.settings.nonfinite == "raise":
+            first = min(bad, key=self._numbers.__getitem__)
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            raise NonFiniteGradient(f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank")
+
+    def _nonfinite(self, marks: list[tuple[tuple[str, ...], Tensor]]) -> list[str]:
+        """Names of the parameters whose gradient was not finite on some rank."""
+        return [name for names, mark in marks for name, byte in zip(names, mark.tolist(), strict=True) if byte == NONFINITE]
 
     def _collect(self) -> None:
         for meter in self._meters:

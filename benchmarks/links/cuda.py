@@ -1,0 +1,121 @@
+"""Encode and decode a bucket of 100 MB on a GPU, against the memory it must move.
+
+    python benchmarks/wire_cuda.py [--out DIR]
+
+The bound: bytes that must be read and written, at the speed at which `copy_` moves a tensor of the same size. Scales that are
+taken from the gradient itself (`aps`, `local`) must read it twice: 4 more bytes an element. Every figure is the median of many
+runs on rotating buffers, timed by the device.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+import lowp
+from lowp.wire.codec import codec_of
+from lowp.wire.exchange import SharedScales, State, enter, leave
+from lowp.wire.plan import Layer, chunks_of
+from lowp.wire.rules import Load, Rules, Stage
+
+ELEMENTS = 100 * (1 << 20) // 4
+BUFFERS = 4  # together larger than the cache
+BAR = 1.3
+
+
+def timed(work, rounds=60):
+    """Median milliseconds of work(i) over rotating buffers."""
+    times = []
+    for i in range(rounds + 10):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work(i % BUFFERS)
+        end.record()
+        end.synchronize()
+        if i >= 10:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def codec_case(name, scale, flats, results):
+    codec = codec_of(name, "nearest", scale)
+    messages = [torch.empty(codec.wire_bytes(ELEMENTS), dtype=torch.uint8, device="cuda") for _ in flats]
+    peak = torch.zeros(1, dtype=torch.uint8, device="cuda")
+    encode = timed(lambda i: codec.encode(flats[i], messages[i], None, peak if codec.sends_peaks else None))
+    decode = timed(lambda i: codec.decode(messages[i], results[i]))
+    code_bytes = codec.wire_bytes(ELEMENTS) / ELEMENTS
+    return {
+        "what": f"{name} {scale}",
+        "encode_ms": encode,
+        "decode_ms": decode,
+        "bytes": 4 + 4 + 2 * code_bytes + (4 if scale == "local" else 0),
+    }
+
+
+def bucket_case(name, scale, sizes, flats):
+    """What the hook does for a bucket of many layers on one rank of many: scales, entering, encoding; decoding, leaving."""
+    layers = tuple(Layer(str(i), size, codec_of(name, "nearest", scale), i) for i, size in enumerate(sizes))
+    (chunk,) = chunks_of(layers, 1, 1 << 28)
+    shard = chunk.shards[0]
+    state = State()
+    device = torch.device("cuda", 0)
+    world = 8
+
+    def whole(i):
+        flat = flats[i]
+        scales = SharedScales(layers, world, state, device)
+        scales.measure(flat.split(list(sizes)).__getitem__)
+        factors, marks = scales.factors(), scales.marks()
+        rules = Rules(world=world, factors=factors)
+        numbers, peaks = enter(flat, chunk, factors, world)
+        message = rules.write(Load(numbers, peaks), shard, Stage.ADDEND, 0)
+        load = rules.read(message, shard, Stage.TOTAL, numbers)
+        leave(load.numbers, load.peaks, chunk, factors, marks, world, flat)
+
+    return {"what": f"bucket of {len(sizes)} layers, {name} {scale}", "whole_ms": timed(whole, 20)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    flats = [torch.randn(ELEMENTS, device="cuda") * 1e-3 for _ in range(BUFFERS)]
+    results = [torch.empty_like(flat) for flat in flats]
+    copy = timed(lambda i: results[i].copy_(flats[i]))
+    bandwidth = 8 * ELEMENTS / copy  # bytes a millisecond
+    rows = []
+    for name in ("e5m2", "e4m3fn", "int8", "e2m1fn", "posit8"):
+        for scale in ("none", "local"):
+            row = codec_case(name, scale, flats, results)
+            row["bound_ms"] = row["bytes"] * ELEMENTS / bandwidth
+            row["of_bound"] = (row["encode_ms"] + row["decode_ms"]) / row["bound_ms"]
+            rows.append(row)
+            times = f"encode {row['encode_ms']:.4f} decode {row['decode_ms']:.4f} ms"
+            print(f"{row['what']:20} {times}: {row['of_bound']:.2f} x the bound (bar {BAR})")
+    sizes = [ELEMENTS // 10] * 9
+    sizes += [(ELEMENTS - sum(sizes)) // 60] * 60
+    for scale in ("aps", "local"):
+        row = bucket_case("e5m2", scale, sizes, [flat.split([sum(sizes), ELEMENTS - sum(sizes)])[0] for flat in flats])
+        row["bound_ms"] = (4 + 4 + 2 + 4) * sum(sizes) / bandwidth
+        row["of_bound"] = row["whole_ms"] / row["bound_ms"]
+        rows.append(row)
+        print(f"{row['what']:40} {row['whole_ms']:.4f} ms: {row['of_bound']:.2f} x the bound")
+    name = torch.cuda.get_device_name().lower().replace(" ", "-")
+    record = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "lowp": lowp.__version__,
+        "copy_ms": copy,
+        "elements": ELEMENTS,
+        "copy_gb_per_s": bandwidth / 1e6,
+        "rows": rows,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{name}-wire.json").write_text(json.dumps(record, indent=1))
+    print(f"copy_: {copy:.4f} ms, {bandwidth / 1e6:.0f} GB/s")
+
+
+if __name__ == "__main__":
+    main()
