@@ -48,7 +48,7 @@ def run(
 def exit_codes(
     function, world: int, *arguments, timeout: float = 60, group_timeout: float = 60, may_hang: tuple[int, ...] = ()
 ):
-    """The exit codes of ranks that end on their own account; None for one that does not end in time (`may_hang`: with the rest)."""
+    """The exit codes of ranks that end on their own account; None for one that does not (`may_hang`: nobody waits for it)."""
     deadline = time.monotonic() + timeout
     with _started(function, world, arguments, group_timeout) as (processes, _):
         for rank, process in enumerate(processes):

@@ -55,7 +55,7 @@ def check(ranks, format, lowest_bound=-115, **settings):
 def test_sums(name, scale):
     settings = {"reduction": name, "scale": scale, **REDUCTIONS[name]}
     for world in WORLDS:
-        for sizes, chunk in CUTS:
+        for sizes, chunk in CUTS if world in (1, 3, 8) else CUTS[2:3]:
             check(gradients(world, sizes), "e5m2" if len(sizes) == 1 else "e4m3fn", chunk=chunk, **settings)
 
 

@@ -61,6 +61,11 @@ class Codec:
         """Is the header a byte that says how large the rank's own numbers were?"""
         return self.scale.kind in ("none", "aps_delayed")
 
+    @property
+    def merges(self) -> bool:
+        """Can neighbouring layers be encoded as one? With scales agreed before, numbers depend on nothing but themselves."""
+        return self.scale.agreed and self.keep == 1 and not self.stochastic and not isinstance(self.format, BlockFormat)
+
     def kept(self, count: int) -> int:
         """How many of `count` numbers are sent."""
         return count if self.keep == 1 else min(count, self.ranks * math.ceil(self.keep * count))

@@ -129,7 +129,9 @@ class Compressor:
         if bad and self.settings.nonfinite == "raise":
             first = min(bad, key=self._numbers.__getitem__)
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            raise NonFiniteGradient(f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank")
+            raise NonFiniteGradient(
+                f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank"
+            )
 
     def _nonfinite(self, marks: list[tuple[tuple[str, ...], Tensor]]) -> list[str]:
         """Names of the parameters whose gradient was not finite on some rank."""

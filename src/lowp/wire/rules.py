@@ -14,6 +14,7 @@ import enum
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,16 @@ class Stage(enum.IntEnum):
     KAHAN_ADDEND = 5
     KAHAN_DIFFERENCE = 6
     KAHAN_LOST = 7
+
+
+class Place(NamedTuple):
+    """Where a part (or several of the same codec, where that makes no difference) lies in a message."""
+
+    index: int  # of the part in its shard
+    part: Part
+    codec: Codec
+    begin: int  # bytes
+    end: int
 
 
 @dataclass
@@ -74,18 +85,21 @@ class Rules:
             case _:
                 return partial_codec(part.codec, self.accumulate or part.codec.format, self.world)
 
-    def layout(self, shard: Shard, stage: Stage) -> tuple[tuple[tuple[Part, Codec, int, int], ...], int]:
-        """Where each part of a shard lies in a message (first and last byte), and how long the message is."""
-        known = shard.messages.get((stage, self.accumulate, self.world))
-        if known is None:
-            places, position = [], 0
-            for part in shard.parts:
+    def layout(self, shard: Shard, stage: Stage) -> "tuple[tuple[Place, ...], int]":
+        """Where each part of a shard lies in a message, and how long the message is. Worked out once for each kind."""
+        kind = (stage, self.accumulate, self.world, self.feedback is None)
+        if kind not in shard.messages:
+            places: list[Place] = []
+            for index, part in enumerate(shard.parts):
                 codec = self.codec(part, stage)
-                end = position + codec.wire_bytes(part.size)
-                places.append((part, codec, position, end))
-                position = end
-            known = shard.messages[stage, self.accumulate, self.world] = (tuple(places), position)
-        return known
+                if places and self.feedback is None and codec.merges and places[-1].codec == codec:
+                    last = places.pop()
+                    part = replace(last.part, size=last.part.size + part.size)
+                    index = last.index
+                begin = places[-1].end if places else 0
+                places.append(Place(index, part, codec, begin, begin + codec.wire_bytes(part.size)))
+            shard.messages[kind] = (tuple(places), places[-1].end if places else 0)
+        return shard.messages[kind]
 
     def length(self, shard: Shard, stage: Stage) -> int:
         """Bytes of a shard's message; twice as many where Kahan's compensation travels along."""
@@ -100,7 +114,7 @@ class Rules:
         with self._timed("encode", load.numbers.device):
             message = self.room(shard, stage, load.numbers.device)
             places, length = self.layout(shard, stage)
-            for index, (part, codec, begin, end) in enumerate(places):
+            for index, part, codec, begin, end in places:
                 peak = load.peaks[index : index + 1] if codec.sends_peaks else None
                 numbers = load.numbers[part.offset : part.offset + part.size]
                 self._write_part(numbers, peak, part, codec, stage, actor, message[begin:end])
@@ -131,7 +145,7 @@ class Rules:
             if self.kahan and stage == Stage.PARTIAL:
                 load.lost = torch.empty_like(numbers)
             places, length = self.layout(shard, stage)
-            for index, (part, codec, begin, end) in enumerate(places):
+            for index, part, codec, begin, end in places:
                 peak = load.peaks[index : index + 1]
                 codec.decode(message[begin:end], numbers[part.offset : part.offset + part.size], peak)
                 if load.lost is not None:
