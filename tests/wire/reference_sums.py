@@ -14,12 +14,12 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-from oracle import round_all
 
 import lowp
 from lowp.formats import Rounding
 from lowp.wire.codec import codec_of
 from lowp.wire.plan import CHUNK, Layer, chunks_of
+from oracle import round_all
 
 LIMIT = 126  # of exponents of scales
 FP32 = lowp.format("fp32")

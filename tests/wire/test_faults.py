@@ -164,7 +164,7 @@ def test_fifty_kills():
 
 
 def test_hangs():
-    at_once((101, 103), signal.SIGSTOP)  # rank 0 of 3, rank 1 of 3
+    at_once((101,), signal.SIGSTOP)  # rank 0 of 3, the store's host: the hardest
 
 
 @pytest.mark.slow
@@ -280,10 +280,11 @@ def trains(rank, steps, delays, settings):
     return buckets, torch.cat([p.detach().view(-1) for p in ddp.parameters()])
 
 
-def test_200_steps_under_random_delays():
+@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_steps_under_random_delays(steps):
     settings = {"format": "e4m3fn", "scale": "aps_delayed", "rounding": "stochastic", "error_feedback": True}
     with ThreadPoolExecutor(2) as pool:
-        swift, slow = pool.map(lambda delays: run(trains, 3, 200, delays, settings), (False, True))
+        swift, slow = pool.map(lambda delays: run(trains, 3, steps, delays, settings), (False, True))
     assert swift[0][0] >= 5  # buckets
     for rank in range(3):
         assert torch.equal(slow[rank][1], swift[0][1])

@@ -74,12 +74,12 @@ def test_means(op):
                 check(gradients(world, [30, 20]), "e5m2", op=op, scale=scale, reduction=reduction)
 
 
-@pytest.mark.parametrize("name", [name for name in REDUCTIONS if name != "hierarchical(2, leaders)"])
+@pytest.mark.parametrize("name", [name for name in REDUCTIONS if name != "hierarchical(3, leaders)"])
 @pytest.mark.parametrize("accumulate", ["fp32", "fp16", "e4m3fn", "e3m0"])
 def test_formats_of_sums(name, accumulate):
     settings = {"reduction": name, "accumulate": accumulate, **REDUCTIONS[name]}
     for scale in ("aps", "local"):
-        check(gradients(7, [40, 9]), "e4m3fn", scale=scale, chunk=32, **settings)
+        check(gradients(5, [40, 9]), "e4m3fn", scale=scale, chunk=32, **settings)
 
 
 @pytest.mark.parametrize("reduction", ["two_shot", "ring", "sequential", "tree", "hierarchical(2)", "hierarchical(2, leaders)"])

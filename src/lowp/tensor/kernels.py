@@ -41,8 +41,8 @@ def _checked(policy: str) -> str:
 @dataclass
 class _State:
     policy: str = field(default_factory=lambda: _checked(os.environ.get("LOWP_KERNELS", "auto")))
-    kernels: dict[tuple[Operation, torch.device], "Kernel | None"] = field(default_factory=dict)
-    small_calls: dict[tuple[Operation, torch.device], int] = field(default_factory=dict)
+    kernels: dict[tuple[Any, torch.device], Any] = field(default_factory=dict)
+    small_calls: dict[tuple[Any, torch.device], int] = field(default_factory=dict)
     build_seconds: list[float] = field(default_factory=list)
     warned: bool = False
     lock: Any = field(default_factory=threading.RLock)
@@ -111,8 +111,12 @@ def _pieces(count: int, device: torch.device, noise: Noise | None, most: int) ->
 
 
 def _kernel(operation: Operation, device: torch.device, count: int) -> "Kernel | None":
+    return built(operation, device, count, Kernel)
+
+
+def built(what: Any, device: torch.device, count: int, build: Callable[[Any, torch.device], Any]) -> Any:
     """The compiled kernel, built now if it is time; None to use plain operations."""
-    identity = (operation, device)
+    identity = (what, device)
     if identity in _state.kernels:
         return _state.kernels[identity] if _state.policy != "never" else None
     if _state.policy == "never":
@@ -127,7 +131,7 @@ def _kernel(operation: Operation, device: torch.device, count: int) -> "Kernel |
             try:
                 with warnings.catch_warnings():  # torch's own, on importing its compiler, are no business of the user's
                     warnings.simplefilter("ignore")
-                    _state.kernels[identity] = Kernel(operation, device)
+                    _state.kernels[identity] = build(what, device)
                 _state.build_seconds.append(time.perf_counter() - began)
             except Exception as error:  # whatever the compiler stack raises without a compiler
                 _state.kernels[identity] = None
@@ -224,10 +228,10 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
         }
         if tables and (isinstance(operation, Decode) or operation.stairs is not None):
             settings["cpp.simdlen"] = 1
-        return _to_inductor(kernel, arguments, mode, settings)
+        return to_inductor(kernel, arguments, mode, settings)
 
 
-def _to_inductor(function: Callable[..., Any], arguments: Sequence[Tensor], mode: Any, settings: dict[str, Any]) -> Any:
+def to_inductor(function: Callable[..., Any], arguments: Sequence[Tensor], mode: Any, settings: dict[str, Any]) -> Any:
     """Trace a function of fake tensors and compile it; the result takes a list of tensors."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -262,7 +266,7 @@ def fused(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tupl
                     warnings.simplefilter("ignore")
                     mode = FakeTensorMode()
                     arguments = [mode.from_tensor(tensor.clone()) for tensor in tensors]
-                    _fused[identity] = _to_inductor(function, arguments, mode, {"triton.cudagraphs": False})
+                    _fused[identity] = to_inductor(function, arguments, mode, {"triton.cudagraphs": False})
             except Exception as error:
                 _warn_once(error)
                 _fused[identity] = lambda inputs: function(*inputs)

@@ -23,7 +23,7 @@ from lowp.formats import format as parse_format
 from lowp.tensor.kernels import fused
 from lowp.tensor.noise import Noise
 from lowp.tensor.ops import quantize
-from lowp.wire import scaling
+from lowp.wire import scaling, swift
 from lowp.wire.payload import aligned, check_format, get, payload_bytes, put
 from lowp.wire.scaling import NONFINITE, Scale, scale_of
 from lowp.wire.scratch import scratch
@@ -96,16 +96,41 @@ class Codec:
         length = payload_bytes(self.format, numbers.numel())
         header = out[length : length + self.header_bytes(count)]
         factor = None
+        if self.scale.kind == "local" and numbers.device.type == "cpu":
+            byte = scaling.fitting_byte(scaling.largest(numbers).item(), self.format)
+            header.fill_(byte)
+            self._put_shifted(numbers, scaling.shift_of(byte), noise, out[:length])
+            return
         if self.scale.kind == "local":
-            numbers, factor = self._scaled(numbers, header)
+            byte, factor = fused(_local_scale(self.format), *torch.aminmax(numbers))
+            header.copy_(byte)
         elif self.scale.kind == "block":
             numbers = self._scaled_blocks(numbers, header)
         elif peak is not None:
             header.copy_(peak)
-        put(numbers, self.format, self.rounding, noise if self.stochastic else None, out[:length], factor)
+        if numbers.device.type == "cpu":
+            self._put_shifted(numbers, 0, noise, out[:length])
+        else:
+            put(numbers, self.format, self.rounding, noise if self.stochastic else None, out[:length], factor)
 
-    def decode(self, message: Tensor, out: Tensor, peak: Tensor | None = None) -> None:
-        """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite)."""
+    def adds(self, device: torch.device) -> bool:
+        """Can `decode` add what it reads to what is there, in one pass?"""
+        return self.keep == 1 and self.scale.kind != "block" and device.type == "cpu" and swift.can_decode(self.format)
+
+    def decode(self, message: Tensor, out: Tensor, peak: Tensor | None = None, add: bool = False) -> None:
+        """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite).
+
+        With `add` (where `adds` says so), the numbers are added to those in `out`.
+        """
+        if self.adds(out.device):
+            length = payload_bytes(self.format, out.numel())
+            header = message[length : length + self.header_bytes(out.numel())]
+            unit = _unit_of(int(header)) if self.scale.kind == "local" else 1.0
+            swift.decode_scaled(message[:length], self.format, unit, out, add)  # type: ignore[arg-type]  # no block format
+            if peak is not None and header.numel():
+                peak.copy_(header)
+            return
+        assert not add
         if self.keep == 1:
             self._decode_dense(message, out, self.header_bytes(out.numel()), peak)
             return
@@ -152,20 +177,14 @@ class Codec:
             return 2.0 ** scaling.shift_of(int(header))
         return scaling.power_of_two(scaling.shifts_of(header))
 
-    def _scaled(self, numbers: Tensor, header: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The numbers scaled; or, where a kernel does that on its way, the numbers and their factor.
-
-        On a CPU a pass through the cache is faster than a kernel that goes from floats to their bits (tensor/carrier.py).
-        """
-        if numbers.device.type == "cpu":
-            byte = scaling.fitting_byte(scaling.largest(numbers).item(), self.format)
-            header.fill_(byte)
-            shift = scaling.shift_of(byte)
-            scaled = torch.mul(numbers, 2.0**shift, out=scratch(numbers.numel(), torch.float32)) if shift else numbers
-            return scaled, None
-        byte, factor = fused(_local_scale(self.format), *torch.aminmax(numbers))
-        header.copy_(byte)
-        return numbers, factor
+    def _put_shifted(self, numbers: Tensor, shift: int, noise: Noise | None, out: Tensor) -> None:
+        """Codes of `numbers * 2^shift`, on a CPU: in one pass where that can be."""
+        if swift.can_encode(self.format, self.rounding, shift):
+            swift.encode_shifted(numbers, self.format, shift, out)  # type: ignore[arg-type]  # no block format
+            return
+        if shift:
+            numbers = torch.mul(numbers, 2.0**shift, out=scratch(numbers.numel(), torch.float32))
+        put(numbers, self.format, self.rounding, noise if self.stochastic else None, out)
 
     def _scaled_blocks(self, numbers: Tensor, header: Tensor) -> Tensor:
         filled = torch.nn.functional.pad(numbers, (0, -numbers.numel() % self.scale.block)).view(-1, self.scale.block)

@@ -162,8 +162,8 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
         sent = {rank: job.write(rank, Stage.ADDEND) for rank in range(world)}
         received = {rank: sent[rank] if rank == link.rank else job.room(link.rank, Stage.ADDEND) for rank in range(world)}
         yield job.link.exchange(sent, received)
-        addends = (job.read(received[rank], link.rank, Stage.ADDEND) for rank in range(world))
-        total = rules.fold(addends, chunk.shards[link.rank], range(world)).numbers
+        messages = [received[rank] for rank in range(world)]
+        total = rules.fold_messages(messages, chunk.shards[link.rank], Stage.ADDEND, range(world)).numbers
         output[start:stop].copy_(total.div_(divisor) if divisor > 1 else total)
 
     plain = (world - 1) / world * 4 * source.numel()

@@ -11,7 +11,7 @@ Stages of a gradient's way:
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -197,6 +197,23 @@ class Rules:
         numbers = self.round_(total.numbers + addend, shard, Stage.PARTIAL, actor)
         difference = self.round_(numbers - total.numbers, shard, Stage.KAHAN_DIFFERENCE, actor)
         return Load(numbers, peaks, self.round_(difference.sub_(addend), shard, Stage.KAHAN_LOST, actor))
+
+    def fold_messages(self, messages: Sequence[Tensor], shard: Shard, stage: Stage, actors: Iterable[int]) -> Load:
+        """Read and add one after the other; sums in float32 without a detour through memory of their own, where that can be."""
+        places, _ = self.layout(shard, stage)
+        plain = not self.kahan and all(self.codec(part, Stage.PARTIAL).format == FP32 for part in shard.parts)
+        if not plain or not all(place.codec.adds(messages[0].device) for place in places):
+            return self.fold((self.read(message, shard, stage) for message in messages), shard, actors)
+        total = self.read(messages[0], shard, stage)
+        with self._timed("decode", total.numbers.device):
+            peak = torch.zeros(1, dtype=torch.uint8)
+            for message in messages[1:]:
+                for index, part, codec, begin, end in places:
+                    target = total.numbers[part.offset : part.offset + part.size]
+                    codec.decode(message[begin:end], target, peak, add=True)
+                    if codec.header_bytes(part.size):
+                        total.peaks[index : index + 1].clamp_(min=int(peak))
+        return total
 
     def fold(self, loads: Iterable[Load], shard: Shard, actors: Iterable[int]) -> Load:
         """Add one after the other."""

@@ -18,6 +18,8 @@ def warm_up(codecs: Iterable[Codec], device: torch.device) -> None:
             noise = Noise(0) if codec.stochastic else None
             codec.encode(numbers, message, noise, torch.zeros(1, dtype=torch.uint8, device=device))
             codec.decode(message, numbers)
+            if codec.adds(device):
+                codec.decode(message, numbers, add=True)
             _warm.add((codec, device))
 
 

@@ -189,8 +189,7 @@ def _through_shards(job: Job, nodes: list[range], between: Rules) -> Steps:
     for column in held:
         i = rows(column)[here]
         messages = [encoded[i] if number == here else came[i, holder(number, column)] for number in range(len(nodes))]
-        addends = (between.read(message, job.chunk.shards[i], Stage.NODE) for message in messages)
-        whole = between.fold(addends, job.chunk.shards[i], range(len(nodes)))
+        whole = between.fold_messages(messages, job.chunk.shards[i], Stage.NODE, range(len(nodes)))
         totals[i] = between.write(whole, job.chunk.shards[i], Stage.TOTAL, 0)
 
     sends, receives, wanted = {}, {}, {}

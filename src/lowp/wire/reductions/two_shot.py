@@ -59,8 +59,9 @@ class TwoShot(Reduction):
         sent = {rank: job.write(rank, Stage.ADDEND) for rank in ranks}
         received = {rank: sent[me] if rank == me else job.room(me, Stage.ADDEND) for rank in ranks}
         yield job.link.exchange(sent, received)
-        addends = (job.read(received[rank], me, Stage.ADDEND) for rank in ranks)
-        mine = job.write(me, Stage.TOTAL, job.rules.fold(addends, job.chunk.shards[me], ranks), actor=0)
+        messages = [received[rank] for rank in ranks]
+        total = job.rules.fold_messages(messages, job.chunk.shards[me], Stage.ADDEND, ranks)
+        mine = job.write(me, Stage.TOTAL, total, actor=0)
         totals = {rank: mine if rank == me else job.room(rank, Stage.TOTAL) for rank in ranks}
         yield job.link.exchange(dict.fromkeys(ranks, mine), totals)
         for rank in ranks:
