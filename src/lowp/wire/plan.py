@@ -1,13 +1,14 @@
 """How a bucket of gradients is cut: into chunks that are under way one after the other, shards of a chunk, parts of a shard.
 
 - A *layer* is one parameter's gradient: its own codec, its own scale, its own noise.
-- A *chunk* is a stretch of the bucket short enough to stay in the cache and to overlap with the next one.
+- A *chunk* is a stretch of the bucket, short enough for its exchange to overlap with the next one's.
 - A *shard* is what one rank adds up. Shards of a chunk take about the same number of bytes.
-- A *part* is what one layer has in one shard. Its codes and its exponent travel together.
+- A *part* is what one layer has in one shard, cut where it is long. Its codes and its exponent travel together.
 
 The cuts depend on sizes, codecs and the number of shards alone, so every rank and the virtual world cut alike.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from lowp.wire.codec import Codec
 
-CHUNK = 1 << 19  # elements; 8 chunks and more for buckets worth overlapping
+CHUNK = 1 << 21  # elements; messages of a megabyte: a message costs as much as encoding 100,000 elements, whatever its size
+PART = 1 << 18  # elements: what is scaled and encoded at once stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,15 @@ class Chunk:
 
 @lru_cache(maxsize=4096)
 def chunks_of(layers: tuple[Layer, ...], shards: int, chunk: int = CHUNK) -> tuple[Chunk, ...]:
-    """Cut a bucket of these layers, one after the other in memory."""
+    """Cut a bucket of these layers, one after the other in memory.
+
+    Where there are many chunks, the first and the last are short: until the first has been sent, the link has nothing to do, and
+    when the last arrives, the processor still has it to decode.
+    """
     total = sum(layer.size for layer in layers)
     count = -(-total // chunk)
-    edges = [total * i // count for i in range(count + 1)] if count else []
+    weights = [1.0] * count if count < 4 else [0.25, 0.5, *[1.0] * (count - 2), 0.5, 0.25]
+    edges = [0, *(round(total * share / sum(weights)) for share in accumulate(weights))]
     return tuple(_chunk(layers, start, stop, shards) for start, stop in pairwise(edges))
 
 
@@ -122,7 +129,7 @@ def _chunk(layers: tuple[Layer, ...], start: int, stop: int, shards: int) -> Chu
     return Chunk(start, stop, tuple(cut))
 
 
-def _stretches(layers: tuple[Layer, ...], start: int, stop: int):
+def _stretches(layers: tuple[Layer, ...], start: int, stop: int) -> Iterator[tuple[int, Layer, int, int, int]]:
     """(index, layer, first, last) of the layers between two positions in the bucket, positions in the bucket too."""
     position = 0
     for index, layer in enumerate(layers):
@@ -151,6 +158,7 @@ def _balanced(layers: tuple[Layer, ...], start: int, stop: int, shards: int) -> 
     return [*edges, stop]
 
 
-def _parts(layers: tuple[Layer, ...], start: int, stop: int):
+def _parts(layers: tuple[Layer, ...], start: int, stop: int) -> Iterator[Part]:
     for index, layer, first, last, position in _stretches(layers, start, stop):
-        yield Part(index, layer.codec, layer.number, first - position, first - start, last - first)
+        for begin in range(first, last, PART):
+            yield Part(index, layer.codec, layer.number, begin - position, begin - start, min(PART, last - begin))

@@ -26,6 +26,7 @@ from lowp.wire.codec import Codec, partial_codec, total_codec
 from lowp.wire.feedback import Feedback
 from lowp.wire.plan import Part, Shard
 from lowp.wire.report import Meter
+from lowp.wire.scratch import scratch
 
 
 class Stage(enum.IntEnum):
@@ -204,7 +205,7 @@ class Rules:
         plain = not self.kahan and all(self.codec(part, Stage.PARTIAL).format == FP32 for part in shard.parts)
         if not plain or not all(place.codec.adds(messages[0].device) for place in places):
             return self.fold((self.read(message, shard, stage) for message in messages), shard, actors)
-        total = self.read(messages[0], shard, stage)
+        total = self.read(messages[0], shard, stage, scratch(shard.size, torch.float32, 2))  # until the next call
         with self._timed("decode", total.numbers.device):
             peak = torch.zeros(1, dtype=torch.uint8)
             for message in messages[1:]:
