@@ -27,7 +27,7 @@ BAR = 1.3
 
 
 def timed(work, rounds=20):
-    """Median milliseconds of work(i), over rotating buffers, replayed from a CUDA graph: the device's time, without launches."""
+    """Median milliseconds of work(i), over rotating buffers, replayed from a CUDA graph: without the host's time."""
     for i in range(BUFFERS):
         work(i)
     torch.cuda.synchronize()

@@ -62,9 +62,14 @@ class Codec:
         return self.scale.kind in ("none", "aps_delayed")
 
     @property
+    def elementwise(self) -> bool:
+        """Is every number rounded by itself, whatever travels with it?"""
+        return self.scale.shared and self.keep == 1 and not isinstance(self.format, BlockFormat)
+
+    @property
     def merges(self) -> bool:
-        """Can neighbouring layers be encoded as one? With scales agreed before, numbers depend on nothing but themselves."""
-        return self.scale.agreed and self.keep == 1 and not self.stochastic and not isinstance(self.format, BlockFormat)
+        """Can neighbouring layers be encoded as one? Not if each draws its own noise, or has a header."""
+        return self.elementwise and self.scale.agreed and not self.stochastic
 
     def kept(self, count: int) -> int:
         """How many of `count` numbers are sent."""

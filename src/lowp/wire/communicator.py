@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from lowp.wire.faults import poison
+from lowp.wire.faults import explain, poison
 from lowp.wire.link import GroupLink
 
 _idle: "WeakKeyDictionary[Any, dict[tuple, list[GroupLink]]]" = WeakKeyDictionary()
@@ -71,7 +71,10 @@ def agree(parent: Any, mine: str, what: str) -> None:
     """All ranks must say the same; a ValueError names the first that does not, and both sides."""
     world = dist.get_world_size(parent)
     said: list[Any] = [None] * world
-    dist.all_gather_object(said, mine, group=parent)
+    try:
+        dist.all_gather_object(said, mine, group=parent)
+    except RuntimeError as error:
+        raise explain(error, f"comparing {what}", "", parent, ours=False) from error
     for rank, other in enumerate(said):
         if other != said[0]:
             raise ValueError(f"ranks disagree on {what}: {_difference(0, said[0], rank, other)}")

@@ -39,9 +39,13 @@ class Compressor:
             raise ValueError(f"no parameter is called like {', '.join(map(repr, unmatched))}; there are {_some(shapes)}")
         self._communicator = Communicator(group, device)
         parent = self._communicator.parent
-        agree(parent, f"version={_version()} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
         self._device = device
-        self._reduction = self._choose()
+        try:
+            agree(parent, f"version={_version()} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
+            self._reduction = self._choose()
+        except Exception as error:  # the group is not lost: the next one may have it
+            self._communicator.close(failed=not isinstance(error, ValueError))
+            raise
         self._courier = Courier(self._communicator, device)
         self.state = State()
         self._meter = Meter(whole=settings.measure)
@@ -81,6 +85,8 @@ class Compressor:
     def submit(self, flat: Tensor, names: Iterable[str], arrived: Callable[[], None]) -> None:
         """Start reducing a bucket in place: the mean over the ranks. `arrived` is called when it is there, or has failed."""
         names = tuple(names)
+        if not self._buckets and self.settings.nonfinite != "propagate":
+            self._before = self.state.memory()
         self._buckets.append(names)
         if self._courier.error is not None:
             arrived()
@@ -126,6 +132,7 @@ class Compressor:
             raise self._courier.error
         if bad:
             _forget(parameters)
+            self.state.residuals, self.state.bounds = self._before
         if bad and self.settings.nonfinite == "raise":
             first = min(bad, key=self._numbers.__getitem__)
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""

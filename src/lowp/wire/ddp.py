@@ -130,8 +130,9 @@ def compress_gradients(
         accumulate: the format of sums. Default: float32 in two_shot and inside nodes, else the wire's own format.
         kahan: compensate the rounding of sums.
         error_feedback: add what rounding lost to the next gradient.
-        nonfinite: a gradient that is infinite or NaN on one rank makes the layer NaN on all ("propagate"), or all ranks "skip"
-            the step (gradients are None), or all "raise" NonFiniteGradient.
+        nonfinite: where a gradient is infinite or NaN on one rank, everything of that layer that travels in one message with it
+            becomes NaN on all ("propagate"); or all ranks "skip" the step: gradients are None, and optimizers pass over them;
+            or all "raise" NonFiniteGradient in the same step.
         measure: also measure the error against an exact sum (an extra float32 all-reduce), and count saturation in full.
         check_replicas: after every backward, make sure that parameters and gradients are the same on all ranks.
         chunk: elements that are under way as one message; smaller ones overlap more finely.

@@ -23,7 +23,7 @@ from lowp.wire.pump import Pump, Task
 from lowp.wire.reductions.base import Job, Reduction
 from lowp.wire.report import Meter
 from lowp.wire.rules import Rules
-from lowp.wire.scaling import NONFINITE
+from lowp.wire.scaling import NONFINITE, ZERO
 from lowp.wire.settings import Settings
 
 CUDA_CHUNK = 1 << 28
@@ -37,6 +37,10 @@ class State:
     residuals: dict[str, Tensor] = field(default_factory=dict)
     bounds: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
+
+    def memory(self) -> "tuple[dict[str, Tensor], dict[str, Tensor]]":
+        """Copies of residuals and bounds, to go back to when a step is skipped. (Bounds are replaced, never written to.)"""
+        return {name: residual.clone() for name, residual in self.residuals.items()}, dict(self.bounds)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "residuals": dict(self.residuals), "bounds": dict(self.bounds)}
@@ -271,8 +275,15 @@ def largest_peaks(before: Tensor, chunk: Chunk, peaks: Tensor) -> Tensor:
 
 
 def remember_bounds(state: State, layers: tuple[Layer, ...], bounds: dict[int, Tensor]) -> None:
-    """For the next step of `aps_delayed`; nothing is learnt from a step that was not finite."""
+    """For the next step of `aps_delayed`; nothing is learnt from a step that was zero or not finite.
+
+    A layer of which nothing is known agrees on its scale when it is next sent. (On CUDA, to know that nothing is known would be
+    to wait for the device: there a layer that begins with zeros is sent unscaled once.)
+    """
     for i, layer in enumerate(layers):
         if layer.codec.scale.kind == "aps_delayed":
             before = state.bounds.get(layer.name, torch.zeros_like(bounds[i]))
-            state.bounds[layer.name] = torch.where(bounds[i] == NONFINITE, before, bounds[i]).clone()
+            unknown = (bounds[i] == NONFINITE) | (bounds[i] == ZERO)
+            state.bounds[layer.name] = torch.where(unknown, before, bounds[i]).clone()
+            if bounds[i].device.type == "cpu" and state.bounds[layer.name] == ZERO:
+                del state.bounds[layer.name]

@@ -27,8 +27,13 @@ class CollectiveError(RuntimeError):
         self.ranks = ranks
 
 
-def explain(error: BaseException, doing: str, waiting_for: str, group: Any) -> CollectiveError:
-    """What went wrong, in one sentence that names the collective and the rank."""
+def explain(error: BaseException, doing: str, waiting_for: str, group: Any, ours: bool = True) -> CollectiveError:
+    """What went wrong, in one sentence that names the collective and the rank.
+
+    A group of ours is poisoned first: whoever waits for a rank that waits learns of it now, and answers the roll call.
+    """
+    if ours:
+        poison(group)
     missing, store = roll_call(group)
     if store:
         who = store
@@ -69,7 +74,7 @@ def roll_call(group: Any, seconds: float = ROLL_CALL_SECONDS) -> tuple[list[int]
     caller.join(seconds + 1)
     if caller.is_alive():
         return [], "the store does not answer: its host (rank 0, or the launcher) hangs"
-    if broken:
+    if broken and len(present) == 1:  # a host that answered before has heard what it wanted and left: it is not the one
         return [], "the store is gone: its host (rank 0, or the launcher) has died"
     return sorted(set(range(len(members))) - present), ""
 

@@ -111,8 +111,8 @@ class Chunk:
 def chunks_of(layers: tuple[Layer, ...], shards: int, chunk: int = CHUNK) -> tuple[Chunk, ...]:
     """Cut a bucket of these layers, one after the other in memory.
 
-    Where there are many chunks, the first and the last are short: until the first has been sent, the link has nothing to do, and
-    when the last arrives, the processor still has it to decode.
+    Where there are many chunks, the first and the last are short: until the first has been encoded, the link has nothing to do,
+    and when the last arrives, the processor still has to decode it.
     """
     total = sum(layer.size for layer in layers)
     count = -(-total // chunk)

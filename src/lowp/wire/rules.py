@@ -22,6 +22,7 @@ from torch import Tensor
 from lowp.formats import AnyFormat
 from lowp.formats.floats import FP32
 from lowp.tensor.noise import Noise
+from lowp.wire import scaling
 from lowp.wire.codec import Codec, partial_codec, total_codec
 from lowp.wire.feedback import Feedback
 from lowp.wire.plan import Part, Shard
@@ -118,6 +119,8 @@ class Rules:
             for index, part, codec, begin, end in places:
                 peak = load.peaks[index : index + 1] if codec.sends_peaks else None
                 numbers = load.numbers[part.offset : part.offset + part.size]
+                if stage == Stage.TOTAL and peak is not None and codec.format == FP32:
+                    peak = torch.where(scaling.largest(numbers).isfinite(), peak, scaling.NONFINITE)  # the sum overflowed
                 self._write_part(numbers, peak, part, codec, stage, actor, message[begin:end])
                 if load.lost is not None and stage == Stage.PARTIAL:
                     lost = load.lost[part.offset : part.offset + part.size]

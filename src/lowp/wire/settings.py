@@ -60,6 +60,12 @@ class Settings:
         """Check what a user says; the names are those of `compress_gradients`."""
         if nonfinite not in NONFINITE:
             raise ValueError(f"unknown nonfinite={nonfinite!r}; it is one of {', '.join(NONFINITE)}")
+        if not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed is a whole number from 0 on, not {seed!r}")
+        skip = (skip,) if isinstance(skip, str) else tuple(skip)
+        for pattern in (*skip, *(layers or {})):
+            if not isinstance(pattern, str):
+                raise TypeError(f"layers are named by patterns such as '*.bias', not {pattern!r}")
         if chunk < 1:
             raise ValueError(f"a chunk has at least one element, not {chunk}")
         if reduction != "auto":
@@ -71,7 +77,7 @@ class Settings:
             reduction=reduction,
             accumulate=None if accumulate is None else check_format(parse_format(accumulate)),
             kahan=kahan,
-            skip=(skip,) if isinstance(skip, str) else tuple(skip),
+            skip=skip,
             layers=dict(layers or {}),
             error_feedback=error_feedback,
             nonfinite=nonfinite,
@@ -79,9 +85,9 @@ class Settings:
             measure=measure,
             chunk=chunk,
         )
-        settings.codec_at(settings.format, 0)
-        for choice in settings.layers.values():
-            settings.codec_at(choice, 0)
+        for choice in (settings.format, *settings.layers.values()):
+            for step in sorted({0, *choice}) if isinstance(choice, Mapping) else [0]:
+                settings.codec_at(choice, step)
         return settings
 
     def codec_at(self, choice: Scheduled, step: int) -> Codec:
@@ -118,21 +124,21 @@ class Settings:
         return default_accumulate(reduction, self.accumulate)
 
     def describe(self) -> str:
-        """One line for people and for comparing ranks."""
+        """One line for people and for comparing ranks. Words are compared (communicator.py): no spaces within one."""
 
         def text(choice: Scheduled) -> str:
             if isinstance(choice, Mapping):
-                return "{" + ", ".join(f"{step}: {text(format)}" for step, format in choice.items()) + "}"
+                return "{" + ",".join(f"{step}:{text(format)}" for step, format in choice.items()) + "}"
             return (
                 getattr(choice, "__qualname__", "a schedule")
                 if callable(choice) and not isinstance(choice, Codec)
                 else str(choice)
             )
 
-        layers = ", ".join(f"{pattern}: {text(choice)}" for pattern, choice in self.layers.items())
+        layers = ",".join(f"{pattern}:{text(choice)}" for pattern, choice in self.layers.items())
         return (
-            f"format={text(self.format)} scale={self.scale} rounding={self.rounding} reduction={self.reduction} "
-            f"accumulate={self.accumulate} kahan={self.kahan} skip={list(self.skip)} layers={{{layers}}} "
-            f"error_feedback={self.error_feedback} nonfinite={self.nonfinite} seed={self.seed} measure={self.measure} "
-            f"chunk={self.chunk}"
+            f"format={text(self.format)} scale={self.scale} rounding={self.rounding} "
+            f"reduction={str(self.reduction).replace(' ', '')} accumulate={self.accumulate} kahan={self.kahan} "
+            f"skip=[{','.join(self.skip)}] layers={{{layers}}} error_feedback={self.error_feedback} "
+            f"nonfinite={self.nonfinite} seed={self.seed} measure={self.measure} chunk={self.chunk}"
         )

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat, BlockFormat, Format
+from lowp.formats import AnyFormat, BlockFormat, Format, PositFormat
 from lowp.tensor.carrier import F32
 from lowp.tensor.core import Encode, encode_operation
 from lowp.tensor.flat import FlatFunction
@@ -28,6 +28,8 @@ _SMALLEST = 1 << F32.fraction_bits  # bits of the smallest normal float32
 
 
 def can_encode(fmt: AnyFormat, rounding: str, shift: int) -> bool:
+    if isinstance(fmt, PositFormat):  # which round no number to zero
+        return False
     return rounding == "nearest" and can_decode(fmt) and fmt.smallest > 2.0**-LIMIT and abs(shift) <= LIMIT
 
 

@@ -149,7 +149,10 @@ class VirtualExchange:
         )
         if self._settings.error_feedback:
             rules.feedback = Feedback(self.residuals.__getitem__, tuple(names), tuple(layer.size for layer in layers))
-        chunks = chunks_of(layers, reduction.shards(self._world), self._settings.chunk)
+        # Where it makes no difference, chunks are not cut into a shard for each rank: time would grow with their square.
+        whole = reduction.one_order and all(layer.codec.elementwise for layer in layers)
+        shards = 1 if whole else reduction.shards(self._world)
+        chunks = chunks_of(layers, shards, self._settings.chunk)
         adders = [[reduction.adder(shard, i, rules) for i, shard in enumerate(chunk.shards)] for chunk in chunks]
         turns = {
             reduction.turn(rank, i, self._world) for rank in range(self._world) for i in range(reduction.shards(self._world))

@@ -26,6 +26,8 @@ def reduction_of(text: "str | Reduction") -> Reduction:
     """Parse a reduction's name: two_shot, ring, tree, sequential, hierarchical(k), hierarchical(k, leaders), hybrid."""
     if isinstance(text, Reduction):
         return text
+    if not isinstance(text, str):
+        raise TypeError(f"a reduction is a name such as 'two_shot', not {type(text).__name__}")
     for reduction in REDUCTIONS:
         if str(reduction) == text or (isinstance(reduction, Hybrid) and text == "hybrid"):
             return reduction

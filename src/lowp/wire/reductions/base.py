@@ -112,6 +112,7 @@ class Adder(Protocol):
 class Reduction(ABC):
     """Frozen; printed as the name that `reduction_of` parses."""
 
+    one_order = False  # are all shards added in the same order of ranks, so that it does not matter where a chunk is cut?
     sums_in_format = True  # are partial sums rounded to the wire's format unless told otherwise?
 
     def shards(self, world: int) -> int:

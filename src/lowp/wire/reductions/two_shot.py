@@ -46,6 +46,7 @@ class TwoShot(Reduction):
     A ring would round W - 1 times: at 256 ranks and e5m2 its error is 10 times larger.
     """
 
+    one_order = True
     sums_in_format = False
 
     def __str__(self) -> str:

@@ -1,0 +1,195 @@
+"""Messages: their length, what they say, and what they cannot say."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lowp
+from lowp.formats import FORMATS, BlockFormat
+from lowp.wire import scaling, swift
+from lowp.wire.codec import Codec, codec_of, total_codec
+from lowp.wire.payload import check_format, payload_bytes, put
+from lowp.wire.planes import pack_planes, padded, planar_bytes, unpack_planes
+from lowp.wire.scaling import SCALES, bound_bytes, fitting_byte, fitting_bytes
+
+
+def travels(fmt):
+    try:
+        check_format(fmt)
+    except ValueError:
+        return False
+    return True
+
+
+WIRE_FORMATS = [fmt for fmt in FORMATS if travels(fmt)]
+
+
+def numbers(count, magnitude=1.0):
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, generator=generator) * magnitude
+    x[::7] = 0.0
+    x[1::11] = -0.0
+    return x
+
+
+def sent(codec, x, **extra):
+    message = torch.full((codec.wire_bytes(x.numel()),), 0xAB, dtype=torch.uint8)
+    codec.encode(x, message, peak=torch.zeros(1, dtype=torch.uint8), **extra)
+    out = torch.empty_like(x)
+    codec.decode(message, out)
+    return out
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_planes_are_packed_without_loss(bits):
+    for count in (1, 2, 7, 8, 9, 63, 64, 65, 1001):
+        codes = torch.randint(0, 1 << bits, (count,), generator=torch.Generator().manual_seed(count)).to(torch.uint8)
+        room = torch.zeros(padded(count, bits), dtype=torch.uint8)
+        room[:count] = codes
+        packed = torch.full((planar_bytes(count, bits),), 0xCD, dtype=torch.uint8)
+        pack_planes(room, bits, packed)
+        assert torch.equal(unpack_planes(packed, bits, count)[:count], codes)
+        assert packed.numel() <= math.ceil(count / 8) * bits
+
+
+@pytest.mark.parametrize("fmt", WIRE_FORMATS, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 65, 300])
+def test_without_scale_a_message_says_what_quantize_says(fmt, count):
+    x = numbers(count, 3.0)
+    wanted = lowp.quantize(x, fmt, saturate=True)
+    assert torch.equal(sent(Codec(fmt, scale=scaling.Scale("none")), x), wanted)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-5, 1.0, 1e9, 1e37])
+@pytest.mark.parametrize("fmt", WIRE_FORMATS, ids=str)
+def test_local_scale_is_the_largest_power_of_two_that_fits(fmt, magnitude):
+    x = numbers(301, magnitude)
+    top = x.abs().max().item()
+    shift = math.floor(math.log2(fmt.max / top)) if not math.isinf(fmt.max / top) else 126
+    while top * 2.0**shift > fmt.max:
+        shift -= 1
+    while top * 2.0 ** (shift + 1) <= fmt.max:
+        shift += 1
+    shift = max(-126, min(126, shift))
+    wanted = lowp.quantize(x * 2.0**shift, fmt, saturate=True) * 2.0**-shift
+    assert torch.equal(sent(Codec(fmt, scale=scaling.Scale("local")), x), wanted)
+
+
+@given(st.floats(0, 3.299999965482712e38, width=32), st.sampled_from(WIRE_FORMATS))
+def test_scales_of_one_number_and_of_many_agree(number, fmt):
+    assert fitting_bytes(torch.tensor([number]), fmt).item() == fitting_byte(number, fmt)
+
+
+@given(st.floats(2.0**-110, 3.299999965482712e38, width=32), st.integers(1, 1024))
+def test_bounds_are_those_of_the_paper(number, world):
+    bound = bound_bytes(torch.tensor([number]), world).item() - 116
+    assert 2.0**bound >= number * world > 2.0 ** (bound - 1)
+
+
+def test_bounds_of_what_has_no_logarithm():
+    found = bound_bytes(torch.tensor([0.0, math.inf, math.nan, 1e-45]), 4)
+    assert found.tolist() == [0, 255, 255, 1]
+
+
+@pytest.mark.parametrize("block", [1, 16, 64, 1000])
+def test_blocks_have_scales_of_their_own(block):
+    x = numbers(130) * 10.0 ** torch.arange(130).div(20, rounding_mode="floor")
+    codec = codec_of("e4m3fn", scale=f"block:{block}")
+    wanted = torch.cat([sent(codec_of("e4m3fn", scale="local"), piece.clone()) for piece in x.split(block)])
+    assert torch.equal(sent(codec, x), wanted)
+    assert codec.wire_bytes(130) >= 130 + math.ceil(130 / block)
+
+
+@pytest.mark.parametrize("name", ["topk:0.1", "topk:0.25:e4m3fn", "topk:0.01:int8"])
+def test_top_k_sends_the_largest(name):
+    codec = codec_of(name)
+    x = numbers(401)
+    kept = math.ceil(codec.keep * 401)
+    out = sent(codec, x)
+    assert int((out != 0).sum()) == kept
+    threshold = x.abs().sort(descending=True).values[kept - 1]
+    assert torch.equal(out != 0, x.abs() >= threshold)
+    assert codec.wire_bytes(401) < 4 * 401
+
+
+def test_top_k_of_equal_numbers_takes_the_first():
+    out = sent(codec_of("topk:0.5"), torch.ones(10))
+    assert out.tolist() == [1.0] * 5 + [0.0] * 5
+
+
+def test_sums_of_top_k_have_room_for_every_rank():
+    codec = codec_of("topk:0.1:e4m3fn")
+    assert total_codec(codec, 3).kept(1000) == 300
+    assert total_codec(codec, 50).keep == 1.0
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+def test_numbers_that_are_not_finite_are_never_numbers(scale):
+    for bad in (math.inf, -math.inf, math.nan):
+        x = numbers(40)
+        x[17] = bad
+        codec = Codec(lowp.format("int8"), scale=scale)
+        message = torch.zeros(codec.wire_bytes(40), dtype=torch.uint8)
+        codec.encode(x, message, peak=bound_bytes(scaling.largest(x).reshape(1), 1))
+        out, peak = torch.empty(40), torch.zeros(1, dtype=torch.uint8)
+        codec.decode(message, out, peak)
+        if scale.shared:  # the mark travels beside the numbers (with aps, before them)
+            assert scale.agreed or peak.item() == 255
+        else:
+            assert out[17].isnan()
+            assert peak.item() == 255
+
+
+@pytest.mark.parametrize("fmt", [f for f in WIRE_FORMATS if not isinstance(f, BlockFormat) and f.bits in (4, 8)], ids=str)
+def test_the_swift_way_gives_the_same_bytes(fmt):
+    """One pass on exponent bits against multiplying first: every float32 exponent, subnormals and both zeros."""
+    bits = torch.arange(0, 1 << 31, (1 << 20) + 77, dtype=torch.int64).to(torch.int32)
+    bits = bits[(bits & 0x7F800000) != 0x7F800000]
+    x = torch.cat([bits, bits | torch.iinfo(torch.int32).min, torch.tensor([1, 0x7FFFFF], dtype=torch.int32)]).view(
+        torch.float32
+    )
+    for shift in (0, 1, -3, 17, 60, -60):
+        if not swift.can_encode(fmt, "nearest", shift):
+            continue
+        y = x[(x * 2.0**shift).isfinite()].contiguous()  # a scale never leads out of float32
+        fast, slow = (torch.zeros(payload_bytes(fmt, y.numel()), dtype=torch.uint8) for _ in range(2))
+        swift.encode_shifted(y, fmt, shift, fast)
+        put(y * 2.0**shift, fmt, "nearest", None, slow)
+        assert torch.equal(fast, slow), shift
+        before = torch.full_like(y, 0.5)
+        swift.decode_scaled(fast, fmt, 0.25, before, add=True)
+        out = torch.empty_like(y)
+        swift.decode_scaled(fast, fmt, 0.25, out)
+        assert (
+            torch.equal(
+                before,
+                0.5 + out,
+            )
+            or out.isnan().any()
+        )
+
+
+def test_stochastic_messages_draw_the_noise_of_their_place():
+    x = numbers(500)
+    codec = codec_of("e4m3fn", "stochastic", "none")
+    whole = sent(codec, x, noise=lowp.Noise(1, 2, 3, 0))
+    later = sent(codec, x[200:].clone(), noise=lowp.Noise(1, 2, 3, 200))
+    assert torch.equal(whole[200:], later)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("e8m0fnu", "signs"),
+        ("tf32", "16 bits"),
+        ("topk:2", "fraction"),
+        ("topk:x", "topk:<fraction>"),
+        ("e4m3fm", "did you mean"),
+    ],
+)
+def test_formats_that_cannot_travel(text, message):
+    with pytest.raises(ValueError, match=message):
+        codec_of(text)
