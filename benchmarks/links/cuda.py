@@ -18,7 +18,7 @@ import torch
 import lowp
 from lowp.wire.codec import codec_of
 from lowp.wire.exchange import SharedScales, State, enter, leave
-from lowp.wire.plan import Layer, chunks_of
+from lowp.wire.plan import CUDA_CUTS, Layer, chunks_of
 from lowp.wire.rules import Load, Rules, Stage
 
 ELEMENTS = 100 * (1 << 20) // 4
@@ -78,7 +78,7 @@ def codec_case(name, scale, flats, results):
 def bucket_case(name, scale, sizes, flats):
     """What the hook does for a bucket of many layers on one rank of many: scales, entering, encoding; decoding, leaving."""
     layers = tuple(Layer(str(i), size, codec_of(name, "nearest", scale), i) for i, size in enumerate(sizes))
-    (chunk,) = chunks_of(layers, 1, 1 << 28)
+    (chunk,) = chunks_of(layers, 1, CUDA_CUTS)
     shard = chunk.shards[0]
     state = State()
     device = torch.device("cuda", 0)

@@ -18,7 +18,7 @@ import numpy as np
 import lowp
 from lowp.formats import Rounding
 from lowp.wire.codec import codec_of
-from lowp.wire.plan import CHUNK, Layer, chunks_of
+from lowp.wire.plan import Layer, chunks_of
 from oracle import round_all
 
 LIMIT = 126  # of exponents of scales
@@ -77,7 +77,7 @@ def all_reduce(
     accumulate: str | None = None,
     kahan: bool = False,
     op: str = "sum",
-    chunk: int = CHUNK,
+    chunk: int = 1 << 21,
     shards: int | None = None,
     lowest_bound: int | None = -115,
 ) -> list[np.ndarray]:
@@ -101,7 +101,7 @@ def all_reduce(
     codec = codec_of(fmt, scale=scale)
     layers = tuple(Layer(str(i), layer.size, codec, i) for i, layer in enumerate(gradients[0]))
     total = np.zeros_like(scaled[0])
-    for piece in chunks_of(layers, shards, chunk):
+    for piece in chunks_of(layers, shards, (chunk, chunk)):
         for number, shard in enumerate(piece.shards):
             for part in shard.parts:
                 first = piece.start + shard.start + part.offset

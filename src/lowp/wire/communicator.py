@@ -28,14 +28,13 @@ class Communicator:
         backend = "nccl" if device.type == "cuda" else "gloo"
         idle = _idle.setdefault(dist.group.WORLD, {}).setdefault((*ranks, backend, self.timeout), [])
         self._idle = idle
-        self.link = (
-            idle.pop()
-            if idle
-            else GroupLink(
-                dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True, group_desc="lowp")
-            )
-        )
+        self.link = idle.pop() if idle else GroupLink(self._new_group(ranks, backend))
         self.closed = False
+
+    def _new_group(self, ranks: list[int], backend: str) -> Any:
+        """Where all ranks of the world take part, torch numbers the group, and its name is new even after a failure."""
+        some = len(ranks) < dist.get_world_size()
+        return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=some, group_desc="lowp")
 
     @property
     def group(self) -> Any:

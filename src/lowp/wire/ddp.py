@@ -135,13 +135,13 @@ def compress_gradients(
             or all "raise" NonFiniteGradient in the same step.
         measure: also measure the error against an exact sum (an extra float32 all-reduce), and count saturation in full.
         check_replicas: after every backward, make sure that parameters and gradients are the same on all ranks.
-        chunk: elements that are under way as one message; smaller ones overlap more finely.
+        chunk: elements that are under way together. The default suits the device; with a number of your own, "local" and
+            "block" scales, which belong to messages, are the same on every device.
 
     Returns a handle: `report()` for the last step, `total()`, `state_dict()`, `remove()`.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {type(ddp).__name__}")
-    more = {} if chunk is None else {"chunk": chunk}
     settings = Settings.of(
         format,
         scale=scale,
@@ -155,7 +155,7 @@ def compress_gradients(
         nonfinite=nonfinite,
         seed=seed,
         measure=measure,
-        **more,
+        chunk=chunk,
     )
     parameters = _synchronised(ddp)
     for name, parameter in parameters.items():

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowp.wire import scaling
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink, Pending
-from lowp.wire.plan import Chunk, Layer, chunks_of
+from lowp.wire.plan import Chunk, Layer, chunks_of, cuts_for
 from lowp.wire.pump import Pump, Task
 from lowp.wire.reductions.base import Job, Reduction
 from lowp.wire.report import Meter
@@ -26,7 +26,6 @@ from lowp.wire.rules import Rules
 from lowp.wire.scaling import NONFINITE, ZERO
 from lowp.wire.settings import Settings
 
-CUDA_CHUNK = 1 << 28
 Steps = Generator[list[Pending], None, Any]
 
 
@@ -196,9 +195,7 @@ class BucketExchange:
         self._step = state.step
         self.complete = False
         self._scales = SharedScales(layers, link.world, state, flat.device)
-        # On CUDA streams overlap by themselves, and kernels want to be large.
-        chunk = settings.chunk if flat.device.type == "cpu" else max(settings.chunk, CUDA_CHUNK)
-        self._chunks = chunks_of(layers, self._reduction.shards(link.world), chunk)
+        self._chunks = chunks_of(layers, self._reduction.shards(link.world), cuts_for(settings.chunk, flat.device))
         self._number = link.take_number()
         self._links = [link.for_chunk() for _ in self._chunks]  # numbered now: buckets come in the same order on all ranks
         self._left = len(self._chunks)

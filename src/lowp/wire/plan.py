@@ -19,8 +19,16 @@ from torch import Tensor
 
 from lowp.wire.codec import Codec
 
-CHUNK = 1 << 21  # elements; messages of a megabyte: a message costs as much as encoding 100,000 elements, whatever its size
-PART = 1 << 18  # elements: what is scaled and encoded at once stays in a core's cache
+CPU_CUTS = (1 << 21, 1 << 18)
+"""Elements of a chunk and of a part on a CPU: messages of about a megabyte (whatever its size, a message costs as much as
+encoding 100,000 elements), scaled and encoded in stretches that stay in a core's cache."""
+CUDA_CUTS = (1 << 28, 1 << 28)
+"""On CUDA streams overlap by themselves, and kernels want to be large."""
+
+
+def cuts_for(chunk: int | None, device: torch.device) -> tuple[int, int]:
+    """The longest chunk and the longest part. One that is asked for is the same on all devices, and so are the numbers then."""
+    return (chunk, chunk) if chunk is not None else CPU_CUTS if device.type == "cpu" else CUDA_CUTS
 
 
 @dataclass(frozen=True)
@@ -108,24 +116,24 @@ class Chunk:
 
 
 @lru_cache(maxsize=4096)
-def chunks_of(layers: tuple[Layer, ...], shards: int, chunk: int = CHUNK) -> tuple[Chunk, ...]:
+def chunks_of(layers: tuple[Layer, ...], shards: int, cuts: tuple[int, int] = CPU_CUTS) -> tuple[Chunk, ...]:
     """Cut a bucket of these layers, one after the other in memory.
 
     Where there are many chunks, the first and the last are short: until the first has been encoded, the link has nothing to do,
     and when the last arrives, the processor still has to decode it.
     """
     total = sum(layer.size for layer in layers)
-    count = -(-total // chunk)
+    count = -(-total // cuts[0])
     weights = [1.0] * count if count < 4 else [0.25, 0.5, *[1.0] * (count - 2), 0.5, 0.25]
     edges = [0, *(round(total * share / sum(weights)) for share in accumulate(weights))]
-    return tuple(_chunk(layers, start, stop, shards) for start, stop in pairwise(edges))
+    return tuple(_chunk(layers, start, stop, shards, cuts[1]) for start, stop in pairwise(edges))
 
 
-def _chunk(layers: tuple[Layer, ...], start: int, stop: int, shards: int) -> Chunk:
+def _chunk(layers: tuple[Layer, ...], start: int, stop: int, shards: int, longest: int) -> Chunk:
     edges = _balanced(layers, start, stop, shards)
     cut = []
     for first, last in pairwise(edges):
-        cut.append(Shard(first - start, last - start, tuple(_parts(layers, first, last))))
+        cut.append(Shard(first - start, last - start, tuple(_parts(layers, first, last, longest))))
     return Chunk(start, stop, tuple(cut))
 
 
@@ -158,7 +166,7 @@ def _balanced(layers: tuple[Layer, ...], start: int, stop: int, shards: int) -> 
     return [*edges, stop]
 
 
-def _parts(layers: tuple[Layer, ...], start: int, stop: int) -> Iterator[Part]:
+def _parts(layers: tuple[Layer, ...], start: int, stop: int, longest: int) -> Iterator[Part]:
     for index, layer, first, last, position in _stretches(layers, start, stop):
-        for begin in range(first, last, PART):
-            yield Part(index, layer.codec, layer.number, begin - position, begin - start, min(PART, last - begin))
+        for begin in range(first, last, longest):
+            yield Part(index, layer.codec, layer.number, begin - position, begin - start, min(longest, last - begin))

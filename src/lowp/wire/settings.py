@@ -9,7 +9,6 @@ from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.wire.codec import Codec, codec_of
 from lowp.wire.payload import check_format
-from lowp.wire.plan import CHUNK
 from lowp.wire.reductions import reduction_of
 from lowp.wire.reductions.base import Reduction, default_accumulate
 from lowp.wire.scaling import Scale, scale_of
@@ -37,7 +36,7 @@ class Settings:
     nonfinite: str = "propagate"
     seed: int = 0
     measure: bool = False
-    chunk: int = CHUNK
+    chunk: int | None = None
 
     @classmethod
     def of(
@@ -55,7 +54,7 @@ class Settings:
         nonfinite: str = "propagate",
         seed: int = 0,
         measure: bool = False,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
     ) -> "Settings":
         """Check what a user says; the names are those of `compress_gradients`."""
         if nonfinite not in NONFINITE:
@@ -66,7 +65,7 @@ class Settings:
         for pattern in (*skip, *(layers or {})):
             if not isinstance(pattern, str):
                 raise TypeError(f"layers are named by patterns such as '*.bias', not {pattern!r}")
-        if chunk < 1:
+        if chunk is not None and chunk < 1:
             raise ValueError(f"a chunk has at least one element, not {chunk}")
         if reduction != "auto":
             reduction = reduction_of(reduction)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowp.wire.exchange import SharedScales, State, enter, largest_peaks, leave, remember_bounds
 from lowp.wire.feedback import Feedback
-from lowp.wire.plan import Chunk, Layer, chunks_of
+from lowp.wire.plan import Chunk, Layer, chunks_of, cuts_for
 from lowp.wire.reductions.base import Adder, Reduction
 from lowp.wire.rules import Load, Rules, Stage
 from lowp.wire.settings import Settings
@@ -152,7 +152,7 @@ class VirtualExchange:
         # Where it makes no difference, chunks are not cut into a shard for each rank: time would grow with their square.
         whole = reduction.one_order and all(layer.codec.elementwise for layer in layers)
         shards = 1 if whole else reduction.shards(self._world)
-        chunks = chunks_of(layers, shards, self._settings.chunk)
+        chunks = chunks_of(layers, shards, cuts_for(self._settings.chunk, example.device))
         adders = [[reduction.adder(shard, i, rules) for i, shard in enumerate(chunk.shards)] for chunk in chunks]
         turns = {
             reduction.turn(rank, i, self._world) for rank in range(self._world) for i in range(reduction.shards(self._world))
