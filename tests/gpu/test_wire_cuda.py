@@ -36,10 +36,10 @@ def gradient(rank, size, device="cpu"):
 
 
 @pytest.fixture
-def plain_operations():
-    lowp.set_kernel_policy("never")
+def compiled_kernels():
+    lowp.set_kernel_policy("auto")  # conftest.py says "never"
     yield
-    lowp.set_kernel_policy("auto")
+    lowp.set_kernel_policy("never")
 
 
 def assert_same_bytes(name, scale, rounding, size):
@@ -59,7 +59,7 @@ def assert_same_bytes(name, scale, rounding, size):
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 @pytest.mark.parametrize("name", CODECS)
-def test_messages_are_the_same_bytes(name, scale, plain_operations):
+def test_messages_are_the_same_bytes(name, scale):
     for rounding in ("nearest", "stochastic"):
         for size in (1, 700, 70001):
             assert_same_bytes(name, scale, rounding, size)
@@ -67,14 +67,14 @@ def test_messages_are_the_same_bytes(name, scale, plain_operations):
 
 @pytest.mark.parametrize("scale", ["none", "local"])
 @pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e2m1fn", "int8", "posit8", "dynamic8"])
-def test_kernels_give_the_same_bytes(name, scale):
+def test_kernels_give_the_same_bytes(name, scale, compiled_kernels):
     for size in (70001, 5 * 65536):
         assert_same_bytes(name, scale, "nearest", size)
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
-def test_virtual_worlds_agree(reduction, scale, plain_operations):
+def test_virtual_worlds_agree(reduction, scale):
     world = lowp.VirtualWorld(5)
     for name in ("e5m2", "posit8", "e2m1fn", "int8"):
         sums = []
@@ -172,7 +172,7 @@ def test_fsdp(nccl):
     handle.remove()
 
 
-def test_the_hook_works_on_a_side_stream_while_backward_computes(nccl):
+def test_the_hook_works_on_a_side_stream_while_backward_computes(nccl, compiled_kernels):
     from torch.profiler import ProfilerActivity, profile
 
     net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))).cuda()

@@ -53,6 +53,8 @@ def encode_shifted(numbers: Tensor, fmt: Format, shift: int, out: Tensor) -> Non
         filled[:-1].copy_(second)
         second = filled
     _two_codes_a_byte(fmt)([first, second], [shifts, *tables], out.view(torch.int8))
+    if odd:
+        out[-1:].bitwise_and_(0xF)
 
 
 def decode_scaled(payload: Tensor, fmt: Format, unit: float, out: Tensor, add: bool = False) -> None:
