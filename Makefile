@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow lint format bench readme clean
+.PHONY: setup demo test test-slow lint format bench bench-wire readme clean
 
 setup: $(READY)
 
@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/lowp demo
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 test-slow: setup
 	$(BIN)/pytest -m slow --timeout 3600
@@ -36,6 +36,9 @@ format: setup
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/numbers.py
+
+bench-wire: setup
+	$(BIN)/python benchmarks/wire.py
 
 readme: setup
 	$(BIN)/python -m lowp.cli.readme README.md

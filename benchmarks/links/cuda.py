@@ -98,6 +98,29 @@ def bucket_case(name, scale, sizes, flats):
     return {"what": f"bucket of {len(sizes)} layers, {name} {scale}", "whole_ms": with_launches(whole)}
 
 
+def write(record: dict, folder: Path, name: str) -> None:
+    """JSON, and a table for people."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}-wire.json").write_text(json.dumps(record, indent=1))
+    lines = [
+        f"# {record['device']}, torch {record['torch']}: a bucket of {record['elements']:,} float32",
+        "",
+        f"`copy_`: {record['copy_ms']:.4f} ms, {record['copy_gb_per_s']:.0f} GB/s. Bar: {BAR} x the bound for encode + decode.",
+        "",
+        "| codec | encode, ms | decode, ms | x the bound |",
+        "|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        times = (
+            (f"{row['encode_ms']:.4f}", f"{row['decode_ms']:.4f}")
+            if "encode_ms" in row
+            else (f"{row['whole_ms']:.2f} in all", "")
+        )
+        lines.append(f"| {row['what']} | {times[0]} | {times[1]} | {row['of_bound']:.2f} |")
+    lines += ["", "Buckets of many layers are timed with everything that the host does for them: launches are the bound there."]
+    (folder / f"{name}-wire.md").write_text("\n".join(lines) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -133,8 +156,7 @@ def main() -> None:
         "copy_gb_per_s": bandwidth / 1e6,
         "rows": rows,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{name}-wire.json").write_text(json.dumps(record, indent=1))
+    write(record, options.out, name)
     print(f"copy_: {copy:.4f} ms, {bandwidth / 1e6:.0f} GB/s")
 
 

@@ -4,7 +4,6 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ logger = logging.getLogger("lowp")
 ELEMENTS = 1 << 21
 ROUNDS = 3
 GAIN = 1.05  # compression must be this much faster to be worth what it loses
-_chosen: dict[tuple[Any, ...], Reduction | None] = {}
 
 
 def choose(communicator: Communicator, settings: Settings, device: torch.device) -> Reduction | None:
@@ -33,20 +31,22 @@ def choose(communicator: Communicator, settings: Settings, device: torch.device)
 
     The same 8 MB are reduced both ways, three times each, in turns.
     """
-    known = (communicator.group, settings.describe())
-    if known not in _chosen:
+    known, asked = communicator.link.chosen, settings.describe()
+    if asked not in known:
         if communicator.world == 1:
-            _chosen[known] = None
+            known[asked] = None
             return None
         plain, compressed = _times(communicator, settings, device)
         pays = plain > GAIN * compressed
-        _chosen[known] = TwoShot() if pays else None
-        logger.info(
-            "reduction='auto': %d MB took %.1f ms in fp32 and %.1f ms in %s: %s",
-            *(4 * ELEMENTS >> 20, 1e3 * plain, 1e3 * compressed, settings.codec_at(settings.format, 0)),
-            "compressing, two_shot" if pays else "not compressing, gradients travel in fp32",
-        )
-    return _chosen[known]
+        known[asked] = TwoShot() if pays else None
+        if communicator.rank == 0:
+            codec = settings.codec_at(settings.format, 0)
+            found = f"8 MB took {1e3 * plain:.1f} ms in fp32 and {1e3 * compressed:.1f} ms in {codec}"
+            if pays:
+                logger.info("reduction='auto': %s: compressing, two_shot", found)
+            else:
+                logger.warning("reduction='auto': %s: compression does not pay on this link, gradients travel in fp32", found)
+    return known[asked]
 
 
 def _times(communicator: Communicator, settings: Settings, device: torch.device) -> tuple[float, float]:

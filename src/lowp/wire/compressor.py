@@ -51,6 +51,8 @@ class Compressor:
         self._meter = Meter(whole=settings.measure)
         self._meters: list[Meter] = []
         self._total = Report()
+        if self._reduction is None:
+            self._total.notes.append("not compressed: reduction='auto' found fp32 as fast on this link")
         self._last_step = Report()
         self._marks: list[tuple[tuple[str, ...], Tensor]] = []
         self._buckets: list[tuple[str, ...]] = []

@@ -34,6 +34,7 @@ class GroupLink:
         self.bytes_sent = 0
         self.tagged = dist.get_backend(group) == "gloo"
         self._taken = 0
+        self.chosen: dict[str, Any] = {}  # what reduction='auto' found, by settings
 
     def maximum(self, numbers: Tensor) -> list[Pending]:
         """Start replacing each number by the largest of all ranks."""

@@ -68,7 +68,9 @@ class Report:
             f"encode {self.encode_seconds:.3g} s, transfer {self.transfer_seconds:.3g} s, decode {self.decode_seconds:.3g} s; "
             f"{self.saturated:.2%} saturated, {self.underflowed:.2%} underflowed"
         )
-        return text if self.relative_error is None else f"{text}; relative error {self.relative_error:.2e}"
+        if self.relative_error is not None:
+            text += f"; relative error {self.relative_error:.2e}"
+        return "; ".join([text, *dict.fromkeys(self.notes)])
 
 
 class Meter:
