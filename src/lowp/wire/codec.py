@@ -115,6 +115,9 @@ class Codec:
             header.copy_(peak)
         if numbers.device.type == "cpu":
             self._put_shifted(numbers, 0, noise, out[:length])
+        elif swift.can_encode(self.format, self.rounding, 0) and self.format.bits == 4:
+            one = torch.ones(1, device=numbers.device) if factor is None else factor
+            swift.pack_scaled(numbers, self.format, one, out[:length])  # type: ignore[arg-type]  # no block format
         else:
             put(numbers, self.format, self.rounding, noise if self.stochastic else None, out[:length], factor)
 
@@ -152,7 +155,12 @@ class Codec:
         header = message[length : length + header_bytes]
         local = self.scale.kind == "local"
         on_cpu = message.device.type == "cpu"
-        get(message[:length], self.format, out, fused(_units, header)[0] if local and not on_cpu else None)
+        unit = fused(_units, header)[0] if local and not on_cpu else None
+        if not on_cpu and swift.can_decode(self.format) and self.format.bits == 4:
+            one = torch.ones(1, device=out.device) if unit is None else unit
+            swift.unpack_scaled(message[:length], self.format, one, out)  # type: ignore[arg-type]  # no block format
+        else:
+            get(message[:length], self.format, out, unit)
         if local and on_cpu:
             out.mul_(_unit_of(int(header)))
         elif self.scale.kind == "block":

@@ -10,11 +10,13 @@ Each of the first two is a generator that stops where it waits for messages; a P
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowp.tensor.flat import FlatFunction
 from lowp.wire import scaling
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink, Pending
@@ -74,14 +76,14 @@ class SharedScales:
         self.bounds = scaling.bound_bytes(_all_largest([numbers(i) for i in self._now]), self._world)
         return self.bounds
 
-    def factors(self) -> list[Any]:
-        """Of each layer: Python floats on a CPU, tensors of one element elsewhere, so that nothing waits for the device."""
+    def factors(self) -> "list[float] | Tensor":
+        """Of each layer: Python floats on a CPU; elsewhere a tensor, so that nothing waits for the device."""
         bounds: dict[int, Tensor] = {}
         if self.bounds is not None:
             bounds = {i: self.bounds[position] for position, i in enumerate(self._now)}
         delayed = [i for i, layer in enumerate(self._layers) if layer.codec.scale.kind == "aps_delayed" and i not in bounds]
         bounds |= {i: self._state.bounds[self._layers[i].name] for i in delayed}
-        found: list[Any] = [1.0] * len(self._layers)
+        found = [1.0] * len(self._layers)
         if not bounds:
             return found
         emax = torch.tensor(
@@ -90,8 +92,11 @@ class SharedScales:
             device=self._device,
         )
         powers = scaling.power_of_two(scaling.aps_shifts(torch.stack(list(bounds.values())), emax))
-        values = powers.tolist() if self._device.type == "cpu" else list(powers)
-        for i, value in zip(bounds, values, strict=True):
+        if self._device.type != "cpu":
+            return torch.ones(len(found), device=self._device).index_copy_(
+                0, torch.tensor(list(bounds), device=self._device), powers
+            )
+        for i, value in zip(bounds, powers.tolist(), strict=True):
             found[i] = value
         return found
 
@@ -116,16 +121,41 @@ def _largest(numbers: Tensor) -> Tensor:
     return scaling.largest(numbers).to(torch.float32) if numbers.numel() else torch.zeros((), device=numbers.device)
 
 
-def enter(flat: Tensor, chunk: Chunk, factors: list[Any], world: int) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=64)
+def _times_layer(dtype: torch.dtype, number: torch.dtype, layers: int) -> FlatFunction:
+    """Each number times the factor of its layer, in float32: one kernel for all layers of a chunk."""
+
+    def product(numbers: Tensor, layer: Tensor, factors: Tensor) -> Tensor:
+        return numbers.to(torch.float32) * factors[layer.to(torch.int32)]
+
+    return FlatFunction(product, (dtype, number), ((torch.float32, layers),), torch.float32)
+
+
+def _scale_layers(source: Tensor, factors: Tensor, chunk: Chunk, out: Tensor) -> None:
+    """`out = source * factor of the layer`, on a device. The table is padded, so that few kernels serve all buckets."""
+    layers = torch.tensor([layer for layer, _, _ in chunk.runs], device=source.device) if len(chunk.runs) > 1 else None
+    mine = factors[chunk.runs[0][0]].reshape(1) if layers is None else factors[layers]
+    room = 16
+    while room < len(chunk.runs):
+        room *= 4
+    table = torch.nn.functional.pad(mine, (0, room - mine.numel()))
+    number = chunk.layer_of_each(source.device)
+    _times_layer(source.dtype, number.dtype, room)([source, number], [table], out)
+
+
+def enter(flat: Tensor, chunk: Chunk, factors: "list[float] | Tensor", world: int) -> tuple[Tensor, Tensor]:
     """A chunk's numbers, float32 and scaled, and the header byte of each part. Without scaling, float32 stays where it is."""
     source = flat[chunk.start : chunk.stop]
     peaks = torch.zeros(len(chunk.parts), dtype=torch.uint8, device=flat.device)
     for index, (part, first) in enumerate(chunk.parts):
         if part.codec.sends_peaks:
             peaks[index : index + 1] = scaling.bound_bytes(_largest(source[first : first + part.size]).reshape(1), world)
-    if flat.dtype == torch.float32 and all(_is_one(factors[layer]) for layer, _, _ in chunk.runs):
+    if flat.dtype == torch.float32 and isinstance(factors, list) and all(factors[layer] == 1 for layer, _, _ in chunk.runs):
         return source, peaks
     numbers = torch.empty(chunk.size, dtype=torch.float32, device=flat.device)
+    if isinstance(factors, Tensor):
+        _scale_layers(source, factors, chunk, numbers)
+        return numbers, peaks
     for layer, first, last in chunk.runs:
         if flat.dtype == torch.float32:
             torch.mul(source[first:last], factors[layer], out=numbers[first:last])
@@ -135,7 +165,7 @@ def enter(flat: Tensor, chunk: Chunk, factors: list[Any], world: int) -> tuple[T
 
 
 def leave(
-    numbers: Tensor, peaks: Tensor, chunk: Chunk, factors: list[Any], marks: Tensor, divisor: int, flat: Tensor
+    numbers: Tensor, peaks: Tensor, chunk: Chunk, factors: "list[float] | Tensor", marks: Tensor, divisor: int, flat: Tensor
 ) -> Tensor:
     """Unscale, divide, and put the sums where they belong; NaN for layers that were not finite. Returns their new marks.
 
@@ -144,28 +174,26 @@ def leave(
     marks = marks.scatter_reduce(
         0, chunk.owners(flat.device), torch.where(peaks == NONFINITE, NONFINITE, 0).to(torch.uint8), "amax"
     )
+    exact, rest = (divisor, 1) if divisor & (divisor - 1) == 0 else (1, divisor)  # a power of two goes into the unit
     if flat.device.type == "cpu":
-        poison: Any = [math.nan if mark else 1.0 for mark in marks.tolist()]
+        _unscale(numbers, [(math.nan if mark else 1.0) / exact for mark in marks.tolist()], factors, chunk)
     else:
-        poison = torch.where(marks == NONFINITE, math.nan, 1.0)
-    for layer, first, last in chunk.runs:
-        unit = poison[layer] / factors[layer]
-        if divisor & (divisor - 1) == 0:
-            unit, rest = unit / divisor, 1
-        else:
-            rest = divisor
-        if not _is_one(unit):
-            numbers[first:last].mul_(unit)
-        if rest != 1:
-            numbers[first:last].div_(rest)
+        poison = torch.where(marks == NONFINITE, math.nan, 1.0 / exact)
+        known = factors if isinstance(factors, Tensor) else torch.ones_like(poison)
+        _scale_layers(numbers, poison / known, chunk, numbers)
+    if rest != 1:
+        numbers.div_(rest)
     target = flat[chunk.start : chunk.stop]
     if target.data_ptr() != numbers.data_ptr():
         target.copy_(numbers)
     return marks
 
 
-def _is_one(factor: Any) -> bool:
-    return isinstance(factor, float) and factor == 1.0
+def _unscale(numbers: Tensor, units: list[float], factors: "list[float] | Tensor", chunk: Chunk) -> None:
+    for layer, first, last in chunk.runs:
+        unit = units[layer] / factors[layer]
+        if unit != 1:
+            numbers[first:last].mul_(unit)
 
 
 class BucketExchange:

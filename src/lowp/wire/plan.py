@@ -99,6 +99,19 @@ class Chunk:
         return self._owners[device]
 
     @cached_property
+    def _numbers(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    def layer_of_each(self, device: torch.device) -> Tensor:
+        """For each element, the place of its layer among the chunk's `runs`: a byte each, or two where there are many."""
+        if device not in self._numbers:
+            dtype = torch.uint8 if len(self.runs) <= 256 else torch.int16
+            numbers = torch.arange(len(self.runs), device=device).to(dtype)
+            lengths = torch.tensor([last - first for _, first, last in self.runs], device=device)
+            self._numbers[device] = numbers.repeat_interleave(lengths, output_size=self.size)
+        return self._numbers[device]
+
+    @cached_property
     def first_parts(self) -> tuple[int, ...]:
         """For each shard, how many parts come before it."""
         return (0, *accumulate(len(shard.parts) for shard in self.shards))

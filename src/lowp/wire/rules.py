@@ -74,7 +74,7 @@ class Rules:
     step: int = 0
     feedback: Feedback | None = None
     meter: Meter | None = None
-    factors: list = field(default_factory=list)  # by which each layer was multiplied
+    factors: list[float] | Tensor = field(default_factory=list)  # by which each layer was multiplied
 
     def codec(self, part: Part, stage: Stage) -> Codec:
         match stage:

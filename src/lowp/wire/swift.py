@@ -1,4 +1,4 @@
-"""Messages on a CPU in as few passes over the numbers as there can be.
+"""Messages in as few passes over the numbers as there can be, on a CPU above all.
 
 The general way (payload.py) scales, encodes and packs one after the other. Where all of these hold, one pass does it:
 
@@ -71,6 +71,40 @@ def decode_scaled(payload: Tensor, fmt: Format, unit: float, out: Tensor, add: b
             _LOOK_UP_AND_ADD([bytes_here, target], [values], target)
         else:
             _LOOK_UP([bytes_here], [values], target)
+
+
+def pack_scaled(numbers: Tensor, fmt: Format, factor: Tensor, out: Tensor) -> None:
+    """Codes of 4 bits of `numbers * factor` on a device, two to a byte, in one pass (rounding to nearest)."""
+    half = out.numel()
+    second = numbers[half:]
+    if second.numel() < half:
+        second = torch.nn.functional.pad(second, (0, 1))
+    tables = tuple(table.tensor(numbers.device) for table in _codes_of(fmt).tables)
+    _two_scaled_codes_a_byte(fmt)([numbers[:half], second], [factor, *tables], out.view(torch.int8))
+    if numbers.numel() % 2:
+        out[-1:].bitwise_and_(0xF)
+
+
+def unpack_scaled(payload: Tensor, fmt: Format, factor: Tensor, out: Tensor) -> None:
+    """The reverse: two passes over the bytes, one for each half of the numbers."""
+    half = payload.numel()
+    table = _values(fmt).to(out.device) * factor
+    low, high = table.repeat(16), table.repeat_interleave(16)
+    codes = payload.view(torch.int8)
+    _LOOK_UP([codes], [low], out[:half])
+    _LOOK_UP([codes[: out.numel() - half]], [high], out[half:])
+
+
+@lru_cache(maxsize=256)
+def _two_scaled_codes_a_byte(fmt: Format) -> FlatFunction:
+    operation = _codes_of(fmt)
+
+    def codes(first: Tensor, second: Tensor, factor: Tensor, *tables: Tensor) -> Tensor:
+        low, high = (operation((half * factor).view(torch.int32), tables).to(torch.int32) for half in (first, second))
+        return ((low & 0xF) | ((high & 0xF) << 4)).to(torch.int8)
+
+    small = ((torch.float32, 1), *((table.dtype, table.numel()) for table in _tables(fmt)))
+    return FlatFunction(codes, (torch.float32,) * 2, small, torch.int8)
 
 
 @lru_cache(maxsize=256)
