@@ -182,6 +182,10 @@ def test_the_hook_works_on_a_side_stream_while_backward_computes(nccl, compiled_
     for _ in range(4):
         ddp(x).square().mean().backward()
     torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # the hook must not wait for the device
+    ddp(x).square().mean().backward()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         ddp(x).square().mean().backward()
         torch.cuda.synchronize()

@@ -20,7 +20,7 @@ from lowp.tensor.flat import FlatFunction
 from lowp.wire import scaling
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink, Pending
-from lowp.wire.plan import Chunk, Layer, chunks_of, cuts_for
+from lowp.wire.plan import Chunk, Layer, chunks_of, constants, cuts_for
 from lowp.wire.pump import Pump, Task
 from lowp.wire.reductions.base import Job, Reduction
 from lowp.wire.report import Meter
@@ -86,16 +86,12 @@ class SharedScales:
         found = [1.0] * len(self._layers)
         if not bounds:
             return found
-        emax = torch.tensor(
-            [scaling.emax_of(self._layers[i].codec.format) - (i in delayed) for i in bounds],
-            dtype=torch.int32,
-            device=self._device,
-        )
+        tops = (scaling.emax_of(self._layers[i].codec.format) - (i in delayed) for i in bounds)
+        emax = constants(tuple(tops), torch.int32, self._device)
         powers = scaling.power_of_two(scaling.aps_shifts(torch.stack(list(bounds.values())), emax))
         if self._device.type != "cpu":
-            return torch.ones(len(found), device=self._device).index_copy_(
-                0, torch.tensor(list(bounds), device=self._device), powers
-            )
+            places = constants(tuple(bounds), torch.int64, self._device)
+            return torch.ones(len(found), device=self._device).index_copy_(0, places, powers)
         for i, value in zip(bounds, powers.tolist(), strict=True):
             found[i] = value
         return found
@@ -104,9 +100,8 @@ class SharedScales:
         """255 for each layer that is known not to be finite on some rank."""
         marks = torch.zeros(len(self._layers), dtype=torch.uint8, device=self._device)
         if self.bounds is not None:
-            marks[torch.tensor(self._now, device=self._device)] = torch.where(self.bounds == NONFINITE, NONFINITE, 0).to(
-                torch.uint8
-            )
+            places = constants(tuple(self._now), torch.int64, self._device)
+            marks[places] = torch.where(self.bounds == NONFINITE, NONFINITE, 0).to(torch.uint8)
         return marks
 
 
@@ -133,8 +128,7 @@ def _times_layer(dtype: torch.dtype, number: torch.dtype, layers: int) -> FlatFu
 
 def _scale_layers(source: Tensor, factors: Tensor, chunk: Chunk, out: Tensor) -> None:
     """`out = source * factor of the layer`, on a device. The table is padded, so that few kernels serve all buckets."""
-    layers = torch.tensor([layer for layer, _, _ in chunk.runs], device=source.device) if len(chunk.runs) > 1 else None
-    mine = factors[chunk.runs[0][0]].reshape(1) if layers is None else factors[layers]
+    mine = factors[chunk.run_layers(source.device)]
     room = 16
     while room < len(chunk.runs):
         room *= 4

@@ -31,6 +31,12 @@ def cuts_for(chunk: int | None, device: torch.device) -> tuple[int, int]:
     return (chunk, chunk) if chunk is not None else CPU_CUTS if device.type == "cpu" else CUDA_CUTS
 
 
+@lru_cache(maxsize=4096)
+def constants(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Known numbers as a tensor, kept: to send them to a GPU again would be to wait for it."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True)
 class Layer:
     """One parameter's gradient. `number` keys its noise, whatever the bucket it is in."""
@@ -88,15 +94,13 @@ class Chunk:
         """All parts, and where in the chunk each begins."""
         return tuple((part, shard.start + part.offset) for shard in self.shards for part in shard.parts)
 
-    @cached_property
-    def _owners(self) -> dict[torch.device, Tensor]:
-        return {}
-
     def owners(self, device: torch.device) -> Tensor:
         """The layer of each part."""
-        if device not in self._owners:
-            self._owners[device] = torch.tensor([part.layer for part, _ in self.parts], device=device)
-        return self._owners[device]
+        return constants(tuple(part.layer for part, _ in self.parts), torch.int64, device)
+
+    def run_layers(self, device: torch.device) -> Tensor:
+        """The layer of each run."""
+        return constants(tuple(layer for layer, _, _ in self.runs), torch.int64, device)
 
     @cached_property
     def _numbers(self) -> dict[torch.device, Tensor]:
@@ -107,7 +111,7 @@ class Chunk:
         if device not in self._numbers:
             dtype = torch.uint8 if len(self.runs) <= 256 else torch.int16
             numbers = torch.arange(len(self.runs), device=device).to(dtype)
-            lengths = torch.tensor([last - first for _, first, last in self.runs], device=device)
+            lengths = constants(tuple(last - first for _, first, last in self.runs), torch.int64, device)
             self._numbers[device] = numbers.repeat_interleave(lengths, output_size=self.size)
         return self._numbers[device]
 

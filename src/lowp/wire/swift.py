@@ -17,13 +17,14 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat, BlockFormat, Format, PositFormat
 from lowp.tensor.carrier import F32
-from lowp.tensor.core import Encode, encode_operation
+from lowp.tensor.core import Encode, encode_operation, tables_on
 from lowp.tensor.flat import FlatFunction
 from lowp.tensor.ops import decode
 from lowp.wire.planes import planar_bytes
 from lowp.wire.scratch import scratch
 
 LIMIT = 60
+_CPU = torch.device("cpu")
 _SMALLEST = 1 << F32.fraction_bits  # bits of the smallest normal float32
 
 
@@ -79,7 +80,7 @@ def pack_scaled(numbers: Tensor, fmt: Format, factor: Tensor, out: Tensor) -> No
     second = numbers[half:]
     if second.numel() < half:
         second = torch.nn.functional.pad(second, (0, 1))
-    tables = tuple(table.tensor(numbers.device) for table in _codes_of(fmt).tables)
+    tables = tables_on(_codes_of(fmt), numbers.device)
     _two_scaled_codes_a_byte(fmt)([numbers[:half], second], [factor, *tables], out.view(torch.int8))
     if numbers.numel() % 2:
         out[-1:].bitwise_and_(0xF)
@@ -88,7 +89,7 @@ def pack_scaled(numbers: Tensor, fmt: Format, factor: Tensor, out: Tensor) -> No
 def unpack_scaled(payload: Tensor, fmt: Format, factor: Tensor, out: Tensor) -> None:
     """The reverse: two passes over the bytes, one for each half of the numbers."""
     half = payload.numel()
-    table = _values(fmt).to(out.device) * factor
+    table = _values(fmt, out.device) * factor
     low, high = table.repeat(16), table.repeat_interleave(16)
     codes = payload.view(torch.int8)
     _LOOK_UP([codes], [low], out[:half])
@@ -108,9 +109,9 @@ def _two_scaled_codes_a_byte(fmt: Format) -> FlatFunction:
 
 
 @lru_cache(maxsize=256)
-def _values(fmt: Format) -> Tensor:
+def _values(fmt: Format, device: torch.device = _CPU) -> Tensor:
     codes = torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
-    return decode(codes, fmt)
+    return decode(codes, fmt).to(device)
 
 
 _LOOK_UP = FlatFunction(
@@ -136,9 +137,8 @@ def _shifted(bits: Tensor, shift: Tensor) -> Tensor:
     return torch.where(normal, bits + shift, bits & F32.sign)
 
 
-@lru_cache(maxsize=256)
 def _tables(fmt: Format) -> tuple[Tensor, ...]:
-    return tuple(table.tensor(torch.device("cpu")) for table in _codes_of(fmt).tables)
+    return tables_on(_codes_of(fmt), _CPU)
 
 
 def _codes_of(fmt: Format) -> Encode:
