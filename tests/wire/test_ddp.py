@@ -115,7 +115,7 @@ def _memory_order(gradient, parameter):
     return laid_out.as_strided((laid_out.numel(),), (1,)).view(parameter.shape)
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def trained(request):
     """All ways to use DDP in one launch."""
     names = list(CASES) if request.param == torch.float32 else ["plain", "many buckets"]

@@ -108,24 +108,28 @@ _PEAK = """
 import resource, sys, torch, lowp
 lowp.set_kernel_policy("never")
 torch.set_num_threads(1)
-world, size, reduction = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+world, size, reduction, scale = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 def gradient(rank): return torch.full((size,), 1.0 + rank)
-lowp.VirtualWorld(2).all_reduce(gradient, "e5m2", scale="local", reduction=reduction)
+lowp.VirtualWorld(2).all_reduce(gradient, "e5m2", scale=scale, reduction=reduction)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-lowp.VirtualWorld(world).all_reduce(gradient, "e5m2", scale="local", reduction=reduction)
+lowp.VirtualWorld(world).all_reduce(gradient, "e5m2", scale=scale, reduction=reduction)
 print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-def growth(world: int, size: int, reduction: str) -> float:
+def growth(world: int, size: int, reduction: str, scale: str = "local") -> float:
     """By how many gradients the peak grows from 2 ranks to `world` ranks; resident memory, in a process of its own."""
-    command = [sys.executable, "-c", _PEAK, str(world), str(size), reduction]
+    command = [sys.executable, "-c", _PEAK, str(world), str(size), reduction, scale]
     before, after = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
     return (after - before) * 1024 / (4 * size)
 
 
 def test_memory_does_not_grow_with_the_world():
     assert growth(32, 1 << 20, "two_shot") < 4  # all ranks' gradients would be 32, their codes 8
+
+
+def test_memory_does_not_grow_with_1024_ranks():
+    assert growth(1024, 1 << 16, "two_shot", "aps") < 64  # their codes would be 256
 
 
 @pytest.mark.slow

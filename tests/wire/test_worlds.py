@@ -68,7 +68,7 @@ def reduce_everything(rank, codecs, cases):
     """Rank 0 returns the bits; the others make sure that theirs are the same."""
     results = []
     for reduction, scale, variant in cases:
-        compressor = Compressor(shapes(codecs), settings(codecs, reduction, scale, variant), None, torch.device("cpu"))
+        compressor = Compressor(shapes(codecs), settings(codecs, reduction, scale, variant))
         for step in range(steps_of(scale, variant)):
             sums = compressor.reduce(gradients(codecs, rank, step))
             results.append(torch.cat([tensor.view(torch.int32) for tensor in sums.values()]))

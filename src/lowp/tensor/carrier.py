@@ -124,5 +124,6 @@ def carrier_for(fmt: Format, dtype: torch.dtype) -> Carrier:
     if isinstance(fmt, PositFormat):
         fits = fmt.max <= 2.0**F32.max_exponent and fmt.exponent_size <= 6
     else:
-        fits = fmt.max < 2.0 ** (F32.max_exponent + 1) and fmt.smallest >= 2.0**-149
+        # Further down, neighbours lie so close among float32's subnormals that a table by leading bits would be too long.
+        fits = fmt.max < 2.0 ** (F32.max_exponent + 1) and fmt.smallest >= 2.0**-133
     return F32 if fits and dtype != torch.float64 else F64

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowp.wire.communicator import Communicator, agree
@@ -15,7 +16,7 @@ from lowp.wire.plan import Layer
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import Meter, Report
 from lowp.wire.scaling import NONFINITE
-from lowp.wire.settings import Settings
+from lowp.wire.settings import Scheduled, Settings
 from lowp.wire.virtual import last_layer
 from lowp.wire.warm_up import warm_up
 
@@ -25,18 +26,33 @@ class Compressor:
 
     Args:
         shapes: of the parameters, by name, in the model's order.
-        settings: how they travel.
+        format, options: how they travel, as for `lowp.compress_gradients`.
         group: the ranks, all of them by default.
         device: where the gradients are.
+
+    >>> compressor = lowp.Compressor({name: p.shape for name, p in model.named_parameters()}, "e5m2", scale="aps")
+    >>> means = compressor.reduce({name: p.grad for name, p in model.named_parameters()})
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], settings: Settings, group: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        format: "Scheduled | Settings",
+        *,
+        group: Any = None,
+        device: "torch.device | str" = "cpu",
+        **options: Any,
+    ) -> None:
+        settings = format if isinstance(format, Settings) else Settings.of(format, **options)
+        device = torch.device(device)
         self._shapes = dict(shapes)
         self._numbers = {name: number for number, name in enumerate(shapes)}
         self._last = last_layer(shapes)
         self.settings = settings
         if unmatched := settings.unmatched(shapes):
             raise ValueError(f"no parameter is called like {', '.join(map(repr, unmatched))}; there are {_some(shapes)}")
+        self.state = State()
+        warm_up({self._codec(name) for name in shapes}, device)  # before the ranks meet, so that nobody waits for a compiler
         self._communicator = Communicator(group, device)
         parent = self._communicator.parent
         self._device = device
@@ -47,7 +63,6 @@ class Compressor:
             self._communicator.close(failed=not isinstance(error, ValueError))
             raise
         self._courier = Courier(self._communicator, device)
-        self.state = State()
         self._meter = Meter(whole=settings.measure)
         self._meters: list[Meter] = []
         self._total = Report()
@@ -58,7 +73,6 @@ class Compressor:
         self._buckets: list[tuple[str, ...]] = []
         self._sent = self._communicator.link.bytes_sent
         self.buckets: list[list[str]] = []  # names of the last step's gradients, bucket by bucket
-        warm_up({self._codec(name) for name in shapes}, device)
 
     @property
     def compresses(self) -> bool:
@@ -164,6 +178,12 @@ class Compressor:
 
     def reduce(self, gradients: Mapping[str, Tensor], buckets: "Iterable[Iterable[str]] | None" = None) -> dict[str, Tensor]:
         """One step for a loop of one's own: the mean of every gradient over the ranks, in new tensors."""
+        if not self.compresses:
+            means = {name: gradient.detach().clone() for name, gradient in gradients.items()}
+            for mean in means.values():
+                dist.all_reduce(mean, group=self.parent)
+                mean.div_(self.world)
+            return means
         results, waiting = {}, []
         for names in [list(gradients)] if buckets is None else [list(bucket) for bucket in buckets]:
             flat = torch.cat([gradients[name].detach().reshape(-1) for name in names])

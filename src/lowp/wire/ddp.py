@@ -167,8 +167,10 @@ def compress_gradients(
     if len(devices) != 1:
         raise ValueError(f"all parameters must be on one device, not on {', '.join(map(str, devices))}")
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    compressor = Compressor(shapes, settings, ddp.process_group, devices.pop())
+    compressor = Compressor(shapes, settings, group=ddp.process_group, device=devices.pop())
     handle = Handle(ddp, compressor, check_replicas)
+    if not compressor.compresses:
+        return handle  # DDP's own way is the fastest for float32
     try:
         ddp.register_comm_hook(handle, _hook)
     except RuntimeError as error:

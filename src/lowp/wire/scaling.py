@@ -64,8 +64,8 @@ SCALES = (Scale("none"), Scale("aps"), Scale("aps_delayed"), Scale("local"), Sca
 
 def bound_bytes(maxima: Tensor, world: int) -> Tensor:
     """The byte of `E = ceil(log2(maximum * world))` for each layer's largest magnitude (NaN or infinite where it is)."""
-    fraction, exponent = torch.frexp(maxima.to(torch.float64) * world)
-    bound = exponent - (fraction == 0.5).to(exponent.dtype)  # a power of two is its own bound
+    bits = (maxima.to(torch.float64) * world).view(torch.int64)
+    bound = (bits >> 52) - 1023 + ((bits & ((1 << 52) - 1)) != 0).to(torch.int64)  # a power of two is its own bound
     return _marked((bound + _BOUND_BIAS).clamp(1, 254), maxima)
 
 

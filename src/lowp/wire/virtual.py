@@ -16,7 +16,7 @@ from lowp.wire.feedback import Feedback
 from lowp.wire.plan import Chunk, Layer, chunks_of, cuts_for
 from lowp.wire.reductions.base import Adder, Reduction
 from lowp.wire.rules import Load, Rules, Stage
-from lowp.wire.settings import Settings
+from lowp.wire.settings import Scheduled, Settings
 
 Gradients = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
@@ -85,6 +85,7 @@ class VirtualExchange:
 
     Args:
         shapes: of the parameters, by name, in the model's order.
+        format, options: as for `lowp.compress_gradients`.
         buckets: names, bucket by bucket, in the order in which gradients lie there: to repeat a real run bit for bit, take
             those of its handle (`handle.buckets`). By default there is one bucket in the order of the shapes.
     """
@@ -93,9 +94,12 @@ class VirtualExchange:
         self,
         world: int,
         shapes: Mapping[str, torch.Size],
-        settings: Settings,
+        format: "Scheduled | Settings",
+        *,
         buckets: "Sequence[Sequence[str]] | None" = None,
+        **options: Any,
     ) -> None:
+        settings = format if isinstance(format, Settings) else Settings.of(format, **options)
         if settings.reduction == "auto":
             raise ValueError("a virtual world has no link to measure: name a reduction instead of 'auto'")
         assert isinstance(settings.reduction, Reduction)
