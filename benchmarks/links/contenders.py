@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 BASE, HALF, AUTO = "fp32", "fp16 hook", "lowp e5m2 auto"
 FLAT, HIERARCHICAL = "lowp e5m2 aps", "lowp e5m2 hierarchical"
-EIGHT_BITS, FOUR_BITS = (FLAT, "lowp e4m3fn local"), "lowp e2m1fn local"
+FOUR_BITS, ONE_SHOT = "lowp e2m1fn local", " one_shot"
+EIGHT_BITS = (FLAT, "lowp e4m3fn local", "lowp e4m3fn local" + ONE_SHOT)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ COLLECTIVES: dict[str, Collective] = {
     FLAT: Collective(_lowp("e5m2", "aps"), 8, codec=("e5m2", "aps")),
     "lowp e4m3fn local": Collective(_lowp("e4m3fn", "local"), 8, codec=("e4m3fn", "local")),
     FOUR_BITS: Collective(_lowp("e2m1fn", "local"), 4, codec=("e2m1fn", "local")),
+    EIGHT_BITS[2]: Collective(_lowp("e4m3fn", "local", "one_shot"), 8, codec=("e4m3fn", "local")),
+    FOUR_BITS + ONE_SHOT: Collective(_lowp("e2m1fn", "local", "one_shot"), 4, codec=("e2m1fn", "local")),
     AUTO: Collective(_lowp("e5m2", "aps", "auto"), 8),
     HIERARCHICAL: Collective(_lowp("e5m2", "aps", "hierarchical(2)"), 8),
 }
@@ -65,6 +68,8 @@ def expected_bytes(name: str, elements: int, ranks: int) -> float | None:
         from lowp.wire.codec import codec_of
 
         fmt, scale = contender.codec
+        if name.endswith(ONE_SHOT):
+            return (ranks - 1) * codec_of(fmt, scale=scale).wire_bytes(elements)
         payload = codec_of(fmt, scale=scale).wire_bytes(shard)
     else:
         return None

@@ -14,6 +14,7 @@ from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.plan import Layer
 from lowp.wire.pump import Pump
 from lowp.wire.reductions.base import Reduction
+from lowp.wire.reductions.one_shot import OneShot
 from lowp.wire.reductions.two_shot import TwoShot
 from lowp.wire.report import Meter
 from lowp.wire.settings import Settings
@@ -27,9 +28,10 @@ GAIN = 1.05  # compression must be this much faster to be worth what it loses
 
 
 def choose(communicator: Communicator, settings: Settings, device: torch.device) -> Reduction | None:
-    """Two-shot, or None where plain float32 is as fast. All ranks come to the same answer: the slowest one's times count.
+    """Two-shot (one-shot on two ranks), or None where plain float32 is as fast.
 
-    The same 8 MB are reduced both ways, three times each, in turns.
+    The same 8 MB are reduced both ways, three times each, in turns. All ranks come to the same answer: the slowest one's times
+    count.
     """
     known, asked = communicator.link.chosen, settings.describe()
     if asked not in known:
@@ -38,15 +40,20 @@ def choose(communicator: Communicator, settings: Settings, device: torch.device)
             return None
         plain, compressed = _times(communicator, settings, device)
         pays = plain > GAIN * compressed
-        known[asked] = TwoShot() if pays else None
+        known[asked] = best_for(communicator.world) if pays else None
         if communicator.rank == 0:
             codec = settings.codec_at(settings.format, 0)
             found = f"8 MB took {1e3 * plain:.1f} ms in fp32 and {1e3 * compressed:.1f} ms in {codec}"
             if pays:
-                logger.info("reduction='auto': %s: compressing, two_shot", found)
+                logger.info("reduction='auto': %s: compressing, %s", found, known[asked])
             else:
                 logger.warning("reduction='auto': %s: compression does not pay on this link, gradients travel in fp32", found)
     return known[asked]
+
+
+def best_for(world: int) -> Reduction:
+    """On two ranks one_shot sends no more than two_shot, and does less."""
+    return OneShot() if world == 2 else TwoShot()
 
 
 def _times(communicator: Communicator, settings: Settings, device: torch.device) -> tuple[float, float]:
@@ -75,7 +82,7 @@ def _times(communicator: Communicator, settings: Settings, device: torch.device)
 def _reduce(numbers: Tensor, layer: Layer, settings: Settings, communicator: Communicator) -> None:
     meter, pump = Meter(), Pump()
     link, state = communicator.link, State()
-    BucketExchange(numbers, (layer,), settings, TwoShot(), link, state, meter, False, lambda marks: None).start(pump)
+    BucketExchange(numbers, (layer,), settings, best_for(link.world), link, state, meter, False, lambda marks: None).start(pump)
     pump.run()
 
 

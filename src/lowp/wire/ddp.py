@@ -121,9 +121,10 @@ def compress_gradients(
             schedule: {0: "fp16", 500: "e5m2"} (from which step on), or a function of the step.
         scale: "none", "aps" (Auto Precision Scaling: per layer, agreed between ranks), "aps_delayed" (last step's), "local"
             (each message's own), or "block:<n>".
-        reduction: "two_shot" (adds in float32, two roundings), "ring", "tree", "sequential" (partial sums in the format),
-            "hierarchical(k)" and "hierarchical(k, leaders)" for nodes of k ranks, "hybrid" (by size), or "auto": two_shot if a
-            measurement at start finds it faster than float32, else no compression.
+        reduction: "two_shot" (adds in float32, two roundings), "one_shot" (one rounding; for two ranks, or small tensors),
+            "ring", "tree", "sequential" (partial sums in the format), "hierarchical(k)" and "hierarchical(k, leaders)" for
+            nodes of k ranks, "hybrid" (by size), or "auto": two_shot (on two ranks one_shot) if a measurement at start finds
+            it faster than float32, else no compression.
         rounding: any of lowp's; "stochastic" takes `seed`.
         skip: what stays in float32: "1d" (biases and norms), "last", or name patterns such as "*.embedding.*".
         layers: formats of their own, by name pattern: {"last": "fp16", "*.attention.*": "e4m3fn"}. The first match counts.

@@ -202,13 +202,19 @@ class Rules:
         difference = self.round_(numbers - total.numbers, shard, Stage.KAHAN_DIFFERENCE, actor)
         return Load(numbers, peaks, self.round_(difference.sub_(addend), shard, Stage.KAHAN_LOST, actor))
 
-    def fold_messages(self, messages: Sequence[Tensor], shard: Shard, stage: Stage, actors: Iterable[int]) -> Load:
-        """Read and add one after the other; sums in float32 without a detour through memory of their own, where that can be."""
+    def fold_messages(
+        self, messages: Sequence[Tensor], shard: Shard, stage: Stage, actors: Iterable[int], out: Tensor | None = None
+    ) -> Load:
+        """Read and add one after the other; sums in float32 without a detour through memory of their own, where that can be.
+
+        The sum is in `out`, where that is given, or in memory that the next call may use again.
+        """
         places, _ = self.layout(shard, stage)
         plain = not self.kahan and all(self.codec(part, Stage.PARTIAL).format == FP32 for part in shard.parts)
         if not plain or not all(place.codec.adds(messages[0].device) for place in places):
-            return self.fold((self.read(message, shard, stage) for message in messages), shard, actors)
-        total = self.read(messages[0], shard, stage, scratch(shard.size, torch.float32, 2))  # until the next call
+            total = self.fold((self.read(message, shard, stage) for message in messages), shard, actors)
+            return total if out is None else Load(out.copy_(total.numbers), total.peaks)
+        total = self.read(messages[0], shard, stage, scratch(shard.size, torch.float32, 2) if out is None else out)
         with self._timed("decode", total.numbers.device):
             peak = torch.zeros(1, dtype=torch.uint8)
             for message in messages[1:]:

@@ -166,7 +166,7 @@ class VirtualExchange:
                 if rules.feedback is not None:
                     rules.feedback.rank = rank
                 self._visit(rank, turn, flat_of(rank), chunks, adders, reduction, rules)
-        return self._totals(example, layers, chunks, adders, rules, scales.marks(), mean)
+        return self._totals(example, layers, chunks, adders, rules, scales.marks(), mean, reduction.rounds_total)
 
     def _agree(self, scales: SharedScales, layers: tuple[Layer, ...], flat_of: Callable[[int], Tensor]) -> None:
         agreed = None
@@ -205,6 +205,7 @@ class VirtualExchange:
         rules: Rules,
         marks: Tensor,
         mean: bool,
+        rounds: bool,
     ) -> tuple[Tensor, Tensor]:
         """What everybody decodes, and each layer's mark (255: not finite)."""
         result = torch.empty_like(example)
@@ -214,8 +215,13 @@ class VirtualExchange:
             numbers = torch.empty(chunk.size, dtype=torch.float32, device=example.device)
             peaks = []
             for shard, adder in zip(chunk.shards, row, strict=True):
-                message = rules.write(adder.total(), shard, Stage.TOTAL, 0)
-                peaks.append(rules.read(message, shard, Stage.TOTAL, numbers[shard.start : shard.stop]).peaks)
+                total = adder.total()
+                if rounds:
+                    message = rules.write(total, shard, Stage.TOTAL, 0)
+                    total = rules.read(message, shard, Stage.TOTAL, numbers[shard.start : shard.stop])
+                else:
+                    numbers[shard.start : shard.stop] = total.numbers
+                peaks.append(total.peaks)
             divisor = self._world if mean else 1
             bad = torch.maximum(bad, leave(numbers, torch.cat(peaks), chunk, rules.factors, marks, divisor, result))
             travelled = largest_peaks(travelled, chunk, torch.cat(peaks))

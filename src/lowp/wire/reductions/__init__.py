@@ -6,6 +6,7 @@ from lowp.wire.reductions.base import Job as Job
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.hierarchical import Hierarchical
 from lowp.wire.reductions.hybrid import Hybrid
+from lowp.wire.reductions.one_shot import OneShot
 from lowp.wire.reductions.ring import Ring
 from lowp.wire.reductions.sequential import Sequential
 from lowp.wire.reductions.tree import Tree
@@ -13,6 +14,7 @@ from lowp.wire.reductions.two_shot import TwoShot
 
 REDUCTIONS: tuple[Reduction, ...] = (
     TwoShot(),
+    OneShot(),
     Ring(),
     Tree(),
     Sequential(),
@@ -23,7 +25,7 @@ REDUCTIONS: tuple[Reduction, ...] = (
 
 
 def reduction_of(text: "str | Reduction") -> Reduction:
-    """Parse a reduction's name: two_shot, ring, tree, sequential, hierarchical(k), hierarchical(k, leaders), hybrid."""
+    """Parse a name: two_shot, one_shot, ring, tree, sequential, hierarchical(k), hierarchical(k, leaders), hybrid."""
     if isinstance(text, Reduction):
         return text
     if not isinstance(text, str):
@@ -34,6 +36,6 @@ def reduction_of(text: "str | Reduction") -> Reduction:
     if found := re.fullmatch(r"hierarchical\(\s*(\d+)\s*(?:,\s*(shards|leaders)\s*)?\)", text):
         return Hierarchical(int(found[1]), found[2] or "shards")
     raise ValueError(
-        f"unknown reduction {text!r}; it is two_shot, ring, tree, sequential, hierarchical(k), hierarchical(k, leaders), "
-        "hybrid or auto"
+        f"unknown reduction {text!r}; it is two_shot, one_shot, ring, tree, sequential, hierarchical(k), "
+        "hierarchical(k, leaders), hybrid or auto"
     )

@@ -113,6 +113,7 @@ class Reduction(ABC):
     """Frozen; printed as the name that `reduction_of` parses."""
 
     one_order = False  # are all shards added in the same order of ranks, so that it does not matter where a chunk is cut?
+    rounds_total = True  # is the sum of all ranks rounded to the wire's format, to be sent?
     sums_in_format = True  # are partial sums rounded to the wire's format unless told otherwise?
 
     def shards(self, world: int) -> int:
