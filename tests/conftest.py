@@ -1,8 +1,13 @@
 """Tests run on plain operations unless they ask for kernels: building one takes seconds."""
 
+import hypothesis
 import pytest
 
 import lowp
+
+# Machines are shared, and tests run side by side: how long one example takes says nothing.
+hypothesis.settings.register_profile("lowp", deadline=None)
+hypothesis.settings.load_profile("lowp")
 
 
 @pytest.fixture(autouse=True)

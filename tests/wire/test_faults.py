@@ -189,7 +189,10 @@ def dies_and_leaves(rank, victim, how, code):
             ctypes.pythonapi.Py_Exit(code)  # finalises the interpreter; a child of multiprocessing leaves without
 
 
-@pytest.mark.parametrize(("victim", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)])
+STOPPED = pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("victim", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), STOPPED])
 def test_the_process_can_exit(victim, how):
     codes = exit_codes(dies_and_leaves, 2, victim, how, 7, timeout=30, group_timeout=TIMEOUT, may_hang=(victim,))
     assert codes == [{signal.SIGKILL: -signal.SIGKILL, signal.SIGSTOP: None}[how] if rank == victim else 7 for rank in range(2)]
