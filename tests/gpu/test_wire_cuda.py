@@ -135,7 +135,7 @@ def test_ddp_hook_gives_what_a_virtual_world_of_one_gives(nccl, options):
         more = {k: v for k, v in options.items() if k != "check_replicas"}
         if exchange is None:
             exchange = VirtualExchange(1, shapes, Settings.of("e5m2", chunk=1 << 28, **more))
-        exchange._buckets = handle.buckets
+        exchange.buckets = handle.buckets
         wanted = exchange.reduce(lambda rank, own=own: dict(zip(shapes, own, strict=True)))
         for name, parameter in ddp.module.named_parameters():
             # convolutions on a GPU need not repeat bit for bit; their gradients are compared where they do

@@ -1,5 +1,7 @@
 """DistributedDataParallel with compressed gradients: every way to use DDP, against the virtual world, bit for bit."""
 
+import math
+
 import pytest
 import ranks
 import torch
@@ -101,7 +103,7 @@ def virtually(name, buckets_of, dtype=torch.float32):
             # DDP lays gradients out as their parameters are
             return {n: _memory_order(g, p) for (n, p), g in zip(parameters.items(), zeros, strict=True)}
 
-        exchange._buckets = buckets_of(step)
+        exchange.buckets = buckets_of(step)
         sums = exchange.reduce(gradients)
         for n, p in parameters.items():
             p.grad = None if n.startswith("unused") else sums[n].view(-1).as_strided(p.shape, p.stride()).clone()
@@ -289,6 +291,29 @@ def shard(rank):
 def test_fsdp_reduces_gradients_and_gathers_parameters():
     for errors in ranks.run(shard, 3):
         assert all(0 < error < 0.06 for error in errors)
+
+
+def shard_nan(rank, scale, reduce, gather):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Linear(8, 4, bias=False)
+    nn.init.ones_(net.weight)
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    lowp.fsdp.compress(net, reduce=reduce, gather=gather, scale=scale)
+    if reduce is None:
+        net.weight.to_local().detach()[0, 0] = math.nan if rank == 1 else 1.0
+        return bool(net(torch.ones(1, 8)).isnan().any())
+    x = torch.ones(1, 8)
+    x[0, 3] = math.nan if rank == 1 else 1.0
+    net(x).sum().backward()
+    return bool(net.weight.grad.full_tensor().isnan().any())
+
+
+@pytest.mark.parametrize("scale", ["none", "local", "block:16"])
+@pytest.mark.parametrize(("reduce", "gather"), [("int8", None), (None, "int8"), ("e2m1fn", None), ("e5m2", None)])
+def test_fsdp_nan_stays_nan_in_formats_without_one(scale, reduce, gather):
+    assert ranks.run(shard_nan, 2, scale, reduce, gather) == [True, True]
 
 
 def test_fsdp_refuses_what_it_cannot_do():

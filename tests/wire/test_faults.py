@@ -360,9 +360,8 @@ def test_models_of_different_shapes():
 
 
 def versions(rank):
-    from lowp.wire import compressor
 
-    compressor._version = lambda: f"0.{rank}"
+    lowp.__version__ = f"0.{rank}"
     try:
         lowp.compress_gradients(DistributedDataParallel(nn.Linear(8, 8)), "e5m2")
     except ValueError as error:

@@ -58,12 +58,4 @@ def _compile(what: FlatFunction, device: torch.device) -> Any:
         arguments = [fake(dtype, _EXAMPLE, True) for dtype in what.sized]
         arguments += [fake(dtype, count, False) for dtype, count in what.small]
         arguments += [fake(what.out, _EXAMPLE, True)]
-        settings: dict[str, Any] = {
-            "assert_indirect_indexing": False,
-            "cpp_wrapper": False,
-            "triton.cudagraphs": False,
-            "freezing": False,
-        }
-        if what.looks_up:
-            settings["cpp.simdlen"] = 1
-        return to_inductor(body, arguments, mode, settings)
+        return to_inductor(body, arguments, mode, what.looks_up)

@@ -218,27 +218,30 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
         arguments = [fake(example(source_dtype), True)]
         arguments += [fake(tensor, False) for tensor in (*tables, *keys, *factors)]
         arguments += [fake(example(target_dtype), True)]
-        # Indices into our tables are right by construction. Where most of the work is looking up, the C++ compiler does it
-        # with gather instructions if inductor leaves the vectors to it. Everything else about the user's settings stays.
-        settings: dict[str, Any] = {
-            "assert_indirect_indexing": False,
-            "cpp_wrapper": False,
-            "triton.cudagraphs": False,
-            "freezing": False,
-        }
-        if tables and (isinstance(operation, Decode) or operation.stairs is not None):
-            settings["cpp.simdlen"] = 1
-        return to_inductor(kernel, arguments, mode, settings)
+        looks_up = bool(tables) and (isinstance(operation, Decode) or operation.stairs is not None)
+        return to_inductor(kernel, arguments, mode, looks_up)
 
 
-def to_inductor(function: Callable[..., Any], arguments: Sequence[Tensor], mode: Any, settings: dict[str, Any]) -> Any:
-    """Trace a function of fake tensors and compile it; the result takes a list of tensors."""
+def to_inductor(function: Callable[..., Any], arguments: Sequence[Tensor], mode: Any, looks_up: bool = False) -> Any:
+    """Trace a function of fake tensors and compile it; the result takes a list of tensors.
+
+    Indices into our tables are right by construction. Where most of the work is looking up, the C++ compiler does it with
+    gather instructions if inductor leaves the vectors to it. Everything else about the user's settings stays.
+    """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    settings: dict[str, Any] = {
+        "assert_indirect_indexing": False,
+        "cpp_wrapper": False,
+        "triton.cudagraphs": False,
+        "freezing": False,
+    }
+    if looks_up:
+        settings["cpp.simdlen"] = 1
     with mode:
         graph = make_fx(function, decomposition_table=select_decomp_table())(*arguments)
     with tracing(TracingContext(mode)), config.patch(settings):
@@ -266,7 +269,7 @@ def fused(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tupl
                     warnings.simplefilter("ignore")
                     mode = FakeTensorMode()
                     arguments = [mode.from_tensor(tensor.clone()) for tensor in tensors]
-                    _fused[identity] = to_inductor(function, arguments, mode, {"triton.cudagraphs": False})
+                    _fused[identity] = to_inductor(function, arguments, mode)
             except Exception as error:
                 _warn_once(error)
                 _fused[identity] = lambda inputs: function(*inputs)

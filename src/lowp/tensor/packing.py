@@ -1,6 +1,7 @@
 """Codes of less than a byte, packed: a little-endian bit stream along the last dimension."""
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ def packed_size(count: int, bits: int) -> int:
     return -(-count * bits // 8)
 
 
-def _group(bits: int) -> tuple[int, int]:
+@lru_cache(maxsize=64)
+def group(bits: int) -> tuple[int, int]:
     """The fewest codes that fill whole bytes, and how many bytes those are."""
     codes = 8 // math.gcd(bits, 8)
     return codes, codes * bits // 8
@@ -39,7 +41,7 @@ def pack(codes: Tensor, format: "str | Format") -> Tensor:
         raise ValueError("packing needs at least one dimension")
     if bits == 8:
         return codes.clone()
-    per_group, group_bytes = _group(bits)
+    per_group, group_bytes = group(bits)
     count = codes.shape[-1]
     padded = torch.nn.functional.pad(codes, (0, -count % per_group)).to(torch.int64)
     groups = padded.unflatten(-1, (-1, per_group)) & ((1 << bits) - 1)
@@ -61,7 +63,7 @@ def unpack(packed: Tensor, format: "str | Format", size: int) -> Tensor:
         )
     if bits == 8:
         return packed.clone()
-    per_group, group_bytes = _group(bits)
+    per_group, group_bytes = group(bits)
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % group_bytes)).to(torch.int64)
     groups = padded.unflatten(-1, (-1, group_bytes))
     word = sum(groups[..., i] << (8 * i) for i in range(group_bytes))

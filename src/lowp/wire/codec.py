@@ -158,7 +158,7 @@ class Codec:
         unit = fused(_units, header)[0] if local and not on_cpu else None
         if not on_cpu and swift.can_decode(self.format) and self.format.bits == 4:
             one = torch.ones(1, device=out.device) if unit is None else unit
-            swift.unpack_scaled(message[:length], self.format, one, out)  # type: ignore[arg-type]  # no block format
+            swift.decode_scaled(message[:length], self.format, one, out)  # type: ignore[arg-type]  # no block format
         else:
             get(message[:length], self.format, out, unit)
         if local and on_cpu:
@@ -173,7 +173,7 @@ class Codec:
 
     def round_(self, numbers: Tensor, noise: Noise | None = None) -> None:
         """What sending and receiving would make of the numbers, in place."""
-        if self.scale.shared and self.keep == 1 and not isinstance(self.format, BlockFormat):
+        if self.elementwise:
             seed = noise if self.stochastic else None
             quantize(numbers, self.format, self.rounding, saturate=True, seed=seed, out=numbers)
             return

@@ -12,11 +12,10 @@ from lowp.wire.auto import choose
 from lowp.wire.communicator import Communicator, agree
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
-from lowp.wire.faults import explain
 from lowp.wire.plan import Layer
 from lowp.wire.pump import Pump
 from lowp.wire.reductions.base import Reduction
-from lowp.wire.report import Meter, Report
+from lowp.wire.report import Meter, Report, ring_bytes
 from lowp.wire.scaling import NONFINITE
 from lowp.wire.settings import Settings
 from lowp.wire.warm_up import warm_up
@@ -105,18 +104,13 @@ def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, c
     link, sent = communicator.link, communicator.link.bytes_sent
     exchange = BucketExchange(flat, (layer,), settings, reduction, link, state, meter, op == "mean", marks.append)
     pump = Pump()
-    try:
-        exchange.start(pump)
-        pump.run()
-    except Exception as error:
-        explained = explain(error, f"all_reduce of {tensor.numel()} elements", pump.waiting_for, communicator.group)
-        communicator.close(failed=True)
-        raise explained from error
+    exchange.start(pump)
+    communicator.run(pump, f"all_reduce of {tensor.numel()} elements")
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
     meter.report.elements = tensor.numel()
     meter.report.bytes_sent = link.bytes_sent - sent
-    meter.report.bytes_of_fp32 = 2 * (link.world - 1) / link.world * 4 * tensor.numel()
+    meter.report.bytes_of_fp32 = ring_bytes(4 * tensor.numel(), link.world)
     meter.report.steps = 1
     if settings.nonfinite != "propagate" and bool((marks[0] == NONFINITE).any()):
         if settings.nonfinite == "raise":
@@ -130,5 +124,5 @@ def _uncompressed(tensor: Tensor, op: str, communicator: Communicator) -> Report
     dist.all_reduce(tensor, group=communicator.parent)
     if op == "mean":
         tensor.div_(communicator.world)
-    sent = int(2 * (communicator.world - 1) / communicator.world * tensor.numel() * tensor.element_size())
+    sent = int(ring_bytes(tensor.numel() * tensor.element_size(), communicator.world))
     return Report(steps=1, elements=tensor.numel(), bytes_sent=sent, bytes_of_fp32=sent, notes=["uncompressed"])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lowp.wire.faults import explain, poison
 from lowp.wire.link import GroupLink
+from lowp.wire.pump import Pump
 
 _idle: "WeakKeyDictionary[Any, dict[tuple, list[GroupLink]]]" = WeakKeyDictionary()
 """Links of groups that were given back, by the world that they belong to, its ranks and the backend."""
@@ -47,6 +48,15 @@ class Communicator:
     @property
     def world(self) -> int:
         return self.link.world
+
+    def run(self, pump: Pump, doing: str) -> None:
+        """Run a pump to its end; a failure ends the group and is explained."""
+        try:
+            pump.run()
+        except Exception as error:
+            explained = explain(error, doing, pump.waiting_for, self.group)
+            self.close(failed=True)
+            raise explained from error
 
     def close(self, failed: bool = False) -> None:
         """Give the group back. After a failure, end everything that still waits in it, and the group itself."""

@@ -1,5 +1,6 @@
 """Gradients of a model, compressed step after step: what the hooks of DDP and a training loop of one's own have in common."""
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -8,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import lowp
+from lowp.wire.auto import choose
 from lowp.wire.communicator import Communicator, agree
 from lowp.wire.courier import Courier, Parcel
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
-from lowp.wire.plan import Layer
 from lowp.wire.reductions.base import Reduction
-from lowp.wire.report import Meter, Report
+from lowp.wire.report import Meter, Report, ring_bytes
 from lowp.wire.scaling import NONFINITE
-from lowp.wire.settings import Scheduled, Settings
-from lowp.wire.virtual import last_layer
+from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.warm_up import warm_up
 
 
@@ -45,19 +46,19 @@ class Compressor:
     ) -> None:
         settings = format if isinstance(format, Settings) else Settings.of(format, **options)
         device = torch.device(device)
-        self._shapes = dict(shapes)
-        self._numbers = {name: number for number, name in enumerate(shapes)}
-        self._last = last_layer(shapes)
+        self._parameters = Parameters(shapes, settings)
         self.settings = settings
         if unmatched := settings.unmatched(shapes):
             raise ValueError(f"no parameter is called like {', '.join(map(repr, unmatched))}; there are {_some(shapes)}")
         self.state = State()
-        warm_up({self._codec(name) for name in shapes}, device)  # before the ranks meet, so that nobody waits for a compiler
+        warm_up(
+            {self._parameters.codec(name, 0) for name in shapes}, device
+        )  # before the ranks meet, so that nobody waits for a compiler
         self._communicator = Communicator(group, device)
         parent = self._communicator.parent
         self._device = device
         try:
-            agree(parent, f"version={_version()} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
+            agree(parent, f"version={lowp.__version__} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
             self._reduction = self._choose()
         except Exception as error:  # the group is not lost: the next one may have it
             self._communicator.close(failed=not isinstance(error, ValueError))
@@ -89,14 +90,9 @@ class Compressor:
 
     def _choose(self) -> Reduction | None:
         if self.settings.reduction == "auto":
-            from lowp.wire.auto import choose
-
             return choose(self._communicator, self.settings, self._device)
         assert isinstance(self.settings.reduction, Reduction)
         return self.settings.reduction
-
-    def _codec(self, name: str):
-        return self.settings.codec(name, len(self._shapes[name]), name in self._last, self.state.step)
 
     def submit(self, flat: Tensor, names: Iterable[str], arrived: Callable[[], None]) -> None:
         """Start reducing a bucket in place: the mean over the ranks. `arrived` is called when it is there, or has failed."""
@@ -107,8 +103,8 @@ class Compressor:
         if self._courier.error is not None:
             arrived()
             return
-        layers = tuple(Layer(name, self._shapes[name].numel(), self._codec(name), self._numbers[name]) for name in names)
         meter, step, number = self._meter, self.state.step, len(self._buckets)
+        layers = self._parameters.layers(names, step)
         assert self._reduction is not None
         exchange = BucketExchange(
             flat,
@@ -122,7 +118,7 @@ class Compressor:
             lambda marks: self._marks.append((names, marks)),
         )
         meter.report.elements += flat.numel()
-        meter.report.bytes_of_fp32 += 2 * (self.world - 1) / self.world * 4 * flat.numel()
+        meter.report.bytes_of_fp32 += ring_bytes(4 * flat.numel(), self.world)
         self._courier.send(Parcel(exchange, meter, f"{self._reduction} of bucket {number} in step {step}", arrived))
 
     def step_done(self) -> None:
@@ -150,7 +146,7 @@ class Compressor:
             _forget(parameters)
             self.state.residuals, self.state.bounds = self._before
         if bad and self.settings.nonfinite == "raise":
-            first = min(bad, key=self._numbers.__getitem__)
+            first = min(bad, key=self._parameters.numbers.__getitem__)
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise NonFiniteGradient(
                 f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank"
@@ -215,18 +211,7 @@ def _forget(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("lowp")
-    except PackageNotFoundError:
-        return "source"
-
-
 def _digest(shapes: Mapping[str, torch.Size]) -> str:
-    import hashlib
-
     text = ";".join(f"{name}{tuple(shape)}" for name, shape in shapes.items())
     return f"{len(shapes)}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 

@@ -8,7 +8,7 @@ Each of the first two is a generator that stops where it waits for messages; a P
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -19,16 +19,14 @@ from torch import Tensor
 from lowp.tensor.flat import FlatFunction
 from lowp.wire import scaling
 from lowp.wire.feedback import Feedback
-from lowp.wire.link import ChunkLink, GroupLink, Pending
+from lowp.wire.link import ChunkLink, GroupLink
 from lowp.wire.plan import Chunk, Layer, chunks_of, constants, cuts_for
 from lowp.wire.pump import Pump, Task
-from lowp.wire.reductions.base import Job, Reduction
+from lowp.wire.reductions.base import Job, Reduction, Steps
 from lowp.wire.report import Meter
 from lowp.wire.rules import Rules
 from lowp.wire.scaling import NONFINITE, ZERO
 from lowp.wire.settings import Settings
-
-Steps = Generator[list[Pending], None, Any]
 
 
 @dataclass
@@ -137,13 +135,19 @@ def _scale_layers(source: Tensor, factors: Tensor, chunk: Chunk, out: Tensor) ->
     _times_layer(source.dtype, number.dtype, room)([source, number], [table], out)
 
 
-def enter(flat: Tensor, chunk: Chunk, factors: "list[float] | Tensor", world: int) -> tuple[Tensor, Tensor]:
-    """A chunk's numbers, float32 and scaled, and the header byte of each part. Without scaling, float32 stays where it is."""
-    source = flat[chunk.start : chunk.stop]
-    peaks = torch.zeros(len(chunk.parts), dtype=torch.uint8, device=flat.device)
+def peaks_of(source: Tensor, chunk: Chunk, world: int) -> Tensor:
+    """The header byte of each part of a chunk, where the codec does not make its own: how large the rank's numbers are."""
+    peaks = torch.zeros(len(chunk.parts), dtype=torch.uint8, device=source.device)
     for index, (part, first) in enumerate(chunk.parts):
         if part.codec.sends_peaks:
             peaks[index : index + 1] = scaling.bound_bytes(_largest(source[first : first + part.size]).reshape(1), world)
+    return peaks
+
+
+def enter(flat: Tensor, chunk: Chunk, factors: "list[float] | Tensor", world: int) -> tuple[Tensor, Tensor]:
+    """A chunk's numbers, float32 and scaled, and the header byte of each part. Without scaling, float32 stays where it is."""
+    source = flat[chunk.start : chunk.stop]
+    peaks = peaks_of(source, chunk, world)
     if flat.dtype == torch.float32 and isinstance(factors, list) and all(factors[layer] == 1 for layer, _, _ in chunk.runs):
         return source, peaks
     numbers = torch.empty(chunk.size, dtype=torch.float32, device=flat.device)
@@ -188,6 +192,23 @@ def _unscale(numbers: Tensor, units: list[float], factors: "list[float] | Tensor
         unit = units[layer] / factors[layer]
         if unit != 1:
             numbers[first:last].mul_(unit)
+
+
+def rules_for(
+    settings: Settings,
+    reduction: Reduction,
+    world: int,
+    step: int,
+    layers: tuple[Layer, ...],
+    factors: "list[float] | Tensor",
+    residuals_of: Callable[[int], dict[str, Tensor]],
+) -> Rules:
+    """The rules for a bucket, in either world."""
+    feedback = None
+    if settings.error_feedback:
+        feedback = Feedback(residuals_of, tuple(layer.name for layer in layers), tuple(layer.size for layer in layers))
+    sums = settings.sums(reduction)
+    return Rules(world, sums, settings.kahan, settings.seed, step, feedback, factors=factors)
 
 
 class BucketExchange:
@@ -238,18 +259,11 @@ class BucketExchange:
             yield pending
         self._factors = self._scales.factors()
         self._marks = self._scales.marks()
-        names = tuple(layer.name for layer in self._layers)
-        sizes = tuple(layer.size for layer in self._layers)
-        self._rules = Rules(
-            world=self._link.world,
-            accumulate=self._settings.sums(self._reduction),
-            kahan=self._settings.kahan,
-            seed=self._settings.seed,
-            step=self._step,
-            feedback=Feedback(lambda rank: self._state.residuals, names, sizes) if self._settings.error_feedback else None,
-            meter=self._meter,
-            factors=self._factors,
+        residuals = self._state.residuals
+        self._rules = rules_for(
+            self._settings, self._reduction, self._link.world, self._step, self._layers, self._factors, lambda _: residuals
         )
+        self._rules.meter = self._meter
 
     def start(self, pump: Pump) -> None:
         """Let a pump do everything. The chunks begin when the scales are known."""

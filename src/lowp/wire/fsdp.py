@@ -10,6 +10,7 @@ gradients to their owners (`reduce`). Both are the first or the second half of a
 FSDP2 hands over flat tensors without names, so scales are those that need none: "local" (of each message), "block:<n>", "none".
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 from lowp.formats.floats import FP32
 from lowp.wire.codec import Codec, codec_of
 from lowp.wire.collectives import communicator_for
-from lowp.wire.exchange import Steps
-from lowp.wire.faults import CollectiveError, explain
-from lowp.wire.link import GroupLink
+from lowp.wire.communicator import Communicator
+from lowp.wire.exchange import peaks_of
 from lowp.wire.plan import Chunk, Part, Shard
 from lowp.wire.pump import Pump, Task
-from lowp.wire.reductions.base import Job
+from lowp.wire.reductions.base import Job, Steps
 from lowp.wire.report import Meter, Report
 from lowp.wire.rules import Rules, Stage
+from lowp.wire.scaling import NONFINITE
 from lowp.wire.warm_up import warm_up
 
 PIECE = 1 << 18  # elements of a shard that travel as one message
@@ -41,7 +42,6 @@ class FsdpHandle:
         self._seed = seed
         self._calls = 0
         self._meter = Meter()
-        self.error: CollectiveError | None = None
 
     def total(self) -> Report:
         """The figures so far."""
@@ -55,20 +55,13 @@ class FsdpHandle:
             module.set_custom_reduce_scatter(torchs_own.DefaultReduceScatter())
             module.set_custom_all_gather(torchs_own.DefaultAllGather())
 
-    def run(
-        self, steps: Iterator[Steps], link: GroupLink, what: str, group: Any, device: torch.device, plain_bytes: float
-    ) -> None:
+    def run(self, steps: Iterator[Steps], communicator: Communicator, what: str, plain_bytes: float) -> None:
         """Run the generators of one collective to their end."""
-        pump, sent = Pump(), link.bytes_sent
-        try:
-            for generator in steps:
-                pump.feed(Task(link.take_number(), generator, self._meter))
-            pump.run()
-        except Exception as error:
-            communicator = communicator_for(group, device)
-            explained = explain(error, what, pump.waiting_for, communicator.group)
-            communicator.close(failed=True)
-            raise explained from error
+        link, pump = communicator.link, Pump()
+        sent = link.bytes_sent
+        for generator in steps:
+            pump.feed(Task(link.take_number(), generator, self._meter))
+        communicator.run(pump, what)
         report = self._meter.report
         report.bytes_sent += link.bytes_sent - sent
         report.bytes_of_fp32 += plain_bytes
@@ -130,6 +123,11 @@ def _chunk(codec: Codec, start: int, size: int, world: int) -> Chunk:
     return Chunk(0, world * size, tuple(shards))
 
 
+def _poison(peaks: Tensor) -> Tensor:
+    """NaN for a message of which some number was not finite: formats without NaN cannot say so by themselves."""
+    return torch.where(peaks == NONFINITE, math.nan, 1.0)
+
+
 def _reduce_scatter(codec: Codec, handle: FsdpHandle) -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
@@ -158,17 +156,17 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
     def steps(start: int, stop: int) -> Steps:
         chunk = _chunk(codec, start, stop - start, world)
         numbers = rows[:, start:stop].to(torch.float32).reshape(-1)
-        job = Job(chunk, numbers, torch.zeros(world, dtype=torch.uint8, device=source.device), rules, link.for_chunk())
+        job = Job(chunk, numbers, peaks_of(numbers, chunk, world), rules, link.for_chunk())
         sent = {rank: job.write(rank, Stage.ADDEND) for rank in range(world)}
         received = {rank: sent[rank] if rank == link.rank else job.room(link.rank, Stage.ADDEND) for rank in range(world)}
         yield job.link.exchange(sent, received)
         messages = [received[rank] for rank in range(world)]
-        total = rules.fold_messages(messages, chunk.shards[link.rank], Stage.ADDEND, range(world)).numbers
-        output[start:stop].copy_(total.div_(divisor) if divisor > 1 else total)
+        total = rules.fold_messages(messages, chunk.shards[link.rank], Stage.ADDEND, range(world))
+        output[start:stop] = total.numbers.div_(divisor) * _poison(total.peaks)
 
     plain = (world - 1) / world * 4 * source.numel()
     pieces = _pieces(output.numel())
-    handle.run((steps(*piece) for piece in pieces), link, "reduce-scatter of gradients", group, source.device, plain)
+    handle.run((steps(*piece) for piece in pieces), communicator, "reduce-scatter of gradients", plain)
 
 
 def _all_gather(codec: Codec, handle: FsdpHandle) -> Any:
@@ -192,21 +190,22 @@ def _gather_from_owners(output: Tensor, source: Tensor, codec: Codec, group: Any
 
     def steps(start: int, stop: int) -> Steps:
         chunk = _chunk(codec, start, stop - start, link.world)
-        numbers = torch.empty(chunk.size, dtype=torch.float32, device=source.device)
+        numbers = torch.zeros(chunk.size, dtype=torch.float32, device=source.device)
         mine = chunk.shards[link.rank]
         numbers[mine.start : mine.stop] = source[start:stop]
-        job = Job(chunk, numbers, torch.zeros(link.world, dtype=torch.uint8, device=source.device), rules, link.for_chunk())
+        job = Job(chunk, numbers, peaks_of(numbers, chunk, link.world), rules, link.for_chunk())
         message = job.write(link.rank, Stage.ADDEND)
         messages = {r: message if r == link.rank else job.room(r, Stage.ADDEND) for r in range(link.world)}
         yield job.link.exchange(dict.fromkeys(range(link.world), message), messages)
         for rank, arrived in messages.items():
             shard = chunk.shards[rank]
-            rules.read(arrived, shard, Stage.ADDEND, numbers[shard.start : shard.stop])
+            load = rules.read(arrived, shard, Stage.ADDEND, numbers[shard.start : shard.stop])
+            load.numbers.mul_(_poison(load.peaks))
         rows[:, start:stop] = numbers.view(link.world, -1)
 
     plain = (link.world - 1) * 4 * source.numel()
     pieces = _pieces(source.numel())
-    handle.run((steps(*piece) for piece in pieces), link, "all-gather of parameters", group, source.device, plain)
+    handle.run((steps(*piece) for piece in pieces), communicator, "all-gather of parameters", plain)
 
 
 class _Room:

@@ -18,7 +18,6 @@ class Pending:
 
     work: Any
     what: str
-    peer: int | None = None
 
     def wait(self) -> None:
         self.work.wait()
@@ -89,12 +88,12 @@ class ChunkLink:
             tag = self._tag + self._received[rank]
             self._received[rank] += 1
             work = dist.irecv(message, group=self._link.group, group_src=rank, tag=tag)
-            pending.append(Pending(work, f"receiving {message.numel()} bytes from rank {rank}", rank))
+            pending.append(Pending(work, f"receiving {message.numel()} bytes from rank {rank}"))
         for rank, message in outgoing.items():
             tag = self._tag + self._sent[rank]
             self._sent[rank] += 1
             work = dist.isend(message, group=self._link.group, group_dst=rank, tag=tag)
-            pending.append(Pending(work, f"sending {message.numel()} bytes to rank {rank}", rank))
+            pending.append(Pending(work, f"sending {message.numel()} bytes to rank {rank}"))
         return pending
 
     def _start_together(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> list[Pending]:

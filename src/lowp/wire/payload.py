@@ -110,9 +110,9 @@ def _put_codes(codes: Tensor, fmt: Format, out: Tensor) -> None:
     if fmt.bits > 8:
         out[:count].copy_((codes & 0xFF).to(torch.uint8))
     bits = fmt.bits if fmt.bits < 8 else fmt.bits - 8
-    room = low.new_zeros(padded(count, bits))
-    room[:count] = low & ((1 << bits) - 1)
-    pack_planes(room, bits, rest)
+    filled = low.new_zeros(padded(count, bits))
+    filled[:count] = low & ((1 << bits) - 1)
+    pack_planes(filled, bits, rest)
 
 
 def _get_codes(payload: Tensor, fmt: Format, count: int) -> Tensor:

@@ -6,20 +6,11 @@ strided memory access; here every operation runs over contiguous bytes, 20 times
 the two ends' of a wire.
 """
 
-import math
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
+from lowp.tensor.packing import group
 from lowp.wire.scratch import room
-
-
-@lru_cache(maxsize=64)
-def group(bits: int) -> tuple[int, int]:
-    """The fewest codes that fill whole bytes, and how many bytes those are."""
-    codes = 8 // math.gcd(bits, 8)
-    return codes, codes * bits // 8
 
 
 def planar_bytes(count: int, bits: int) -> int:

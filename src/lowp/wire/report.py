@@ -16,6 +16,11 @@ SAMPLE = 1024  # elements of a message part that are looked at for saturation an
 ONE_IN = 16  # parts
 
 
+def ring_bytes(size: int, world: int) -> float:
+    """What each rank sends for a message of `size` bytes without compression: float32 all-reduces are rings."""
+    return 2 * (world - 1) / world * size
+
+
 @dataclass
 class Report:
     """Figures of one step or of many.

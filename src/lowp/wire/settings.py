@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from torch import Size
+
 from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.wire.codec import Codec, codec_of
 from lowp.wire.payload import check_format
+from lowp.wire.plan import Layer
 from lowp.wire.reductions import reduction_of
 from lowp.wire.reductions.base import Reduction, default_accumulate
 from lowp.wire.scaling import Scale, scale_of
@@ -141,3 +144,25 @@ class Settings:
             f"skip=[{','.join(self.skip)}] layers={{{layers}}} error_feedback={self.error_feedback} "
             f"nonfinite={self.nonfinite} seed={self.seed} measure={self.measure} chunk={self.chunk}"
         )
+
+
+class Parameters:
+    """A model's parameters, by name, in its order: what each is as a layer on the wire."""
+
+    def __init__(self, shapes: Mapping[str, Size], settings: Settings) -> None:
+        self._shapes = dict(shapes)
+        self._settings = settings
+        self._last = _last_layer(list(shapes))
+        self.numbers = {name: number for number, name in enumerate(shapes)}
+
+    def codec(self, name: str, step: int) -> Codec:
+        return self._settings.codec(name, len(self._shapes[name]), name in self._last, step)
+
+    def layers(self, names: Iterable[str], step: int) -> tuple[Layer, ...]:
+        return tuple(Layer(n, self._shapes[n].numel(), self.codec(n, step), self.numbers[n]) for n in names)
+
+
+def _last_layer(names: list[str]) -> set[str]:
+    """The parameters of the module that comes last."""
+    owner = names[-1].rpartition(".")[0] if names else ""
+    return {name for name in names if name.rpartition(".")[0] == owner} if owner else set(names[-1:])

@@ -21,7 +21,6 @@ from lowp.tensor.core import Encode, encode_operation, tables_on
 from lowp.tensor.flat import FlatFunction
 from lowp.tensor.ops import decode
 from lowp.wire.planes import planar_bytes
-from lowp.wire.scratch import scratch
 
 LIMIT = 60
 _CPU = torch.device("cpu")
@@ -46,21 +45,13 @@ def encode_shifted(numbers: Tensor, fmt: Format, shift: int, out: Tensor) -> Non
     if fmt.bits == 8:
         _one_code_a_byte(fmt)([bits], [shifts, *tables], out.view(torch.int8))
         return
-    half, odd = out.numel(), numbers.numel() % 2
-    first, second = bits[:half], bits[half:]
-    if odd:
-        filled = scratch(half, torch.int32, 3)
-        filled[-1] = 0
-        filled[:-1].copy_(second)
-        second = filled
-    _two_codes_a_byte(fmt)([first, second], [shifts, *tables], out.view(torch.int8))
-    if odd:
-        out[-1:].bitwise_and_(0xF)
+    _put_halves(_two_codes_a_byte(fmt, _shifted, torch.int32), bits, [shifts, *tables], out)
 
 
-def decode_scaled(payload: Tensor, fmt: Format, unit: float, out: Tensor, add: bool = False) -> None:
+def decode_scaled(payload: Tensor, fmt: Format, unit: "float | Tensor", out: Tensor, add: bool = False) -> None:
     """The numbers that packed codes stand for, times `unit`; with `add`, added to what is in `out`."""
-    table = _values(fmt) if unit == 1.0 else _values(fmt) * unit
+    values = _values(fmt, out.device)
+    table = values if isinstance(unit, float) and unit == 1.0 else values * unit
     codes = payload.view(torch.int8)
     planes = [(codes, table, out)]
     if fmt.bits == 4:
@@ -76,36 +67,17 @@ def decode_scaled(payload: Tensor, fmt: Format, unit: float, out: Tensor, add: b
 
 def pack_scaled(numbers: Tensor, fmt: Format, factor: Tensor, out: Tensor) -> None:
     """Codes of 4 bits of `numbers * factor` on a device, two to a byte, in one pass (rounding to nearest)."""
-    half = out.numel()
-    second = numbers[half:]
-    if second.numel() < half:
-        second = torch.nn.functional.pad(second, (0, 1))
     tables = tables_on(_codes_of(fmt), numbers.device)
-    _two_scaled_codes_a_byte(fmt)([numbers[:half], second], [factor, *tables], out.view(torch.int8))
-    if numbers.numel() % 2:
+    _put_halves(_two_codes_a_byte(fmt, _times, torch.float32), numbers, [factor, *tables], out)
+
+
+def _put_halves(function: FlatFunction, numbers: Tensor, small: list[Tensor], out: Tensor) -> None:
+    """The first half of the numbers into the low bits of each byte, the second into the high ones."""
+    half, odd = out.numel(), numbers.numel() % 2
+    second = torch.nn.functional.pad(numbers[half:], (0, 1)) if odd else numbers[half:]
+    function([numbers[:half], second], small, out.view(torch.int8))
+    if odd:
         out[-1:].bitwise_and_(0xF)
-
-
-def unpack_scaled(payload: Tensor, fmt: Format, factor: Tensor, out: Tensor) -> None:
-    """The reverse: two passes over the bytes, one for each half of the numbers."""
-    half = payload.numel()
-    table = _values(fmt, out.device) * factor
-    low, high = table.repeat(16), table.repeat_interleave(16)
-    codes = payload.view(torch.int8)
-    _LOOK_UP([codes], [low], out[:half])
-    _LOOK_UP([codes[: out.numel() - half]], [high], out[half:])
-
-
-@lru_cache(maxsize=256)
-def _two_scaled_codes_a_byte(fmt: Format) -> FlatFunction:
-    operation = _codes_of(fmt)
-
-    def codes(first: Tensor, second: Tensor, factor: Tensor, *tables: Tensor) -> Tensor:
-        low, high = (operation((half * factor).view(torch.int32), tables).to(torch.int32) for half in (first, second))
-        return ((low & 0xF) | ((high & 0xF) << 4)).to(torch.int8)
-
-    small = ((torch.float32, 1), *((table.dtype, table.numel()) for table in _tables(fmt)))
-    return FlatFunction(codes, (torch.float32,) * 2, small, torch.int8)
 
 
 @lru_cache(maxsize=256)
@@ -137,6 +109,10 @@ def _shifted(bits: Tensor, shift: Tensor) -> Tensor:
     return torch.where(normal, bits + shift, bits & F32.sign)
 
 
+def _times(numbers: Tensor, factor: Tensor) -> Tensor:
+    return (numbers * factor).view(torch.int32)
+
+
 def _tables(fmt: Format) -> tuple[Tensor, ...]:
     return tables_on(_codes_of(fmt), _CPU)
 
@@ -145,10 +121,11 @@ def _codes_of(fmt: Format) -> Encode:
     return encode_operation(fmt, torch.float32, "nearest", True, "zero")
 
 
-def _function(fmt: Format, body: Callable[..., Tensor], count: int) -> FlatFunction:
-    small = ((torch.int32, 1), *((table.dtype, table.numel()) for table in _tables(fmt)))
-    looks_up = bool(_tables(fmt)) and _codes_of(fmt).stairs is not None
-    return FlatFunction(body, (torch.int32,) * count, small, torch.int8, looks_up)
+def _function(fmt: Format, body: Callable[..., Tensor], count: int, dtype: torch.dtype) -> FlatFunction:
+    """Of `count` stretches of numbers, a shift or factor of their dtype, and the format's tables."""
+    small = ((dtype, 1), *((table.dtype, table.numel()) for table in _tables(fmt)))
+    looks_up = _codes_of(fmt).stairs is not None
+    return FlatFunction(body, (dtype,) * count, small, torch.int8, looks_up)
 
 
 @lru_cache(maxsize=256)
@@ -158,16 +135,17 @@ def _one_code_a_byte(fmt: Format) -> FlatFunction:
     def codes(bits: Tensor, shift: Tensor, *tables: Tensor) -> Tensor:
         return operation(_shifted(bits, shift), tables)
 
-    return _function(fmt, codes, 1)
+    return _function(fmt, codes, 1, torch.int32)
 
 
 @lru_cache(maxsize=256)
-def _two_codes_a_byte(fmt: Format) -> FlatFunction:
+def _two_codes_a_byte(fmt: Format, scaled: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> FlatFunction:
+    """`scaled` is `_shifted` on bits or `_times` on floats; both give bits."""
     operation = _codes_of(fmt)
 
-    def codes(first: Tensor, second: Tensor, shift: Tensor, *tables: Tensor) -> Tensor:
-        low = operation(_shifted(first, shift), tables).to(torch.int32)
-        high = operation(_shifted(second, shift), tables).to(torch.int32)
+    def codes(first: Tensor, second: Tensor, scale: Tensor, *tables: Tensor) -> Tensor:
+        low = operation(scaled(first, scale), tables).to(torch.int32)
+        high = operation(scaled(second, scale), tables).to(torch.int32)
         return ((low & 0xF) | ((high & 0xF) << 4)).to(torch.int8)
 
-    return _function(fmt, codes, 2)
+    return _function(fmt, codes, 2, dtype)

@@ -5,18 +5,17 @@ for the logarithm of it in a tree, and for error feedback (a residual for each r
 and then ask for them again: `aps` looks for the largest numbers first, and a ring's shards begin at different ranks.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowp.wire.exchange import SharedScales, State, enter, largest_peaks, leave, remember_bounds
-from lowp.wire.feedback import Feedback
+from lowp.wire.exchange import SharedScales, State, enter, largest_peaks, leave, remember_bounds, rules_for
 from lowp.wire.plan import Chunk, Layer, chunks_of, cuts_for
 from lowp.wire.reductions.base import Adder, Reduction
 from lowp.wire.rules import Load, Rules, Stage
-from lowp.wire.settings import Scheduled, Settings
+from lowp.wire.settings import Parameters, Scheduled, Settings
 
 Gradients = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
@@ -105,10 +104,10 @@ class VirtualExchange:
         assert isinstance(settings.reduction, Reduction)
         self._world = world
         self._shapes = dict(shapes)
-        self._numbers = {name: number for number, name in enumerate(shapes)}
+        self._parameters = Parameters(shapes, settings)
         self._settings = settings
         self._reduction = settings.reduction
-        self._buckets = [list(bucket) for bucket in buckets] if buckets is not None else [list(shapes)]
+        self.buckets = [list(bucket) for bucket in buckets] if buckets is not None else [list(shapes)]
         self.state = State()
         self.residuals: list[dict[str, Tensor]] = [{} for _ in range(world)]
         self.nonfinite: list[str] = []  # layers of the last step that were not finite
@@ -117,7 +116,7 @@ class VirtualExchange:
         """One step: every parameter's gradient, summed (or averaged) over the ranks."""
         results: dict[str, Tensor] = {}
         self.nonfinite = []
-        for names in self._buckets:
+        for names in self.buckets:
             flat, bad = self._bucket(names, lambda rank, names=names: _flat(gradients(rank), names), mean)
             sizes = [self._shapes[name].numel() for name in names]
             results |= {n: piece.view(self._shapes[n]) for n, piece in zip(names, flat.split(sizes), strict=True)}
@@ -125,42 +124,21 @@ class VirtualExchange:
         self.state.step += 1
         return {name: results[name] for name in self._shapes if name in results}
 
-    def _layers(self, names: Iterable[str]) -> tuple[Layer, ...]:
-        last = last_layer(self._shapes)
-        return tuple(
-            Layer(
-                name,
-                self._shapes[name].numel(),
-                self._settings.codec(name, len(self._shapes[name]), name in last, self.state.step),
-                self._numbers[name],
-            )
-            for name in names
-        )
-
     def _bucket(self, names: list[str], flat_of: Callable[[int], Tensor], mean: bool) -> tuple[Tensor, Tensor]:
-        layers = self._layers(names)
+        layers = self._parameters.layers(names, self.state.step)
         example = flat_of(0)
         reduction = self._reduction.of_size(example.numel())
         scales = SharedScales(layers, self._world, self.state, example.device)
         self._agree(scales, layers, flat_of)
-        rules = Rules(
-            world=self._world,
-            accumulate=self._settings.sums(reduction),
-            kahan=self._settings.kahan,
-            seed=self._settings.seed,
-            step=self.state.step,
-            factors=scales.factors(),
+        rules = rules_for(
+            self._settings, reduction, self._world, self.state.step, layers, scales.factors(), self.residuals.__getitem__
         )
-        if self._settings.error_feedback:
-            rules.feedback = Feedback(self.residuals.__getitem__, tuple(names), tuple(layer.size for layer in layers))
         # Where it makes no difference, chunks are not cut into a shard for each rank: time would grow with their square.
         whole = reduction.one_order and all(layer.codec.elementwise for layer in layers)
         shards = 1 if whole else reduction.shards(self._world)
         chunks = chunks_of(layers, shards, cuts_for(self._settings.chunk, example.device))
         adders = [[reduction.adder(shard, i, rules) for i, shard in enumerate(chunk.shards)] for chunk in chunks]
-        turns = {
-            reduction.turn(rank, i, self._world) for rank in range(self._world) for i in range(reduction.shards(self._world))
-        }
+        turns = {reduction.turn(rank, i, self._world) for rank in range(self._world) for i in range(shards)}
         for turn in sorted(turns):
             for rank in range(self._world):
                 if rules.feedback is not None:
@@ -232,10 +210,3 @@ class VirtualExchange:
 def _flat(gradients: Mapping[str, Tensor], names: list[str]) -> Tensor:
     pieces = [gradients[name].detach().reshape(-1) for name in names]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def last_layer(shapes: Iterable[str]) -> set[str]:
-    """The parameters of the module that comes last."""
-    names = list(shapes)
-    owner = names[-1].rpartition(".")[0] if names else ""
-    return {name for name in names if name.rpartition(".")[0] == owner} if owner else set(names[-1:])

@@ -6,7 +6,7 @@ rank's numbers after the other. `Rules` does the arithmetic of both. The conform
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,21 +15,9 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat
 from lowp.formats.floats import FP32
+from lowp.wire.link import ChunkLink, Pending
 from lowp.wire.plan import Chunk, Shard
 from lowp.wire.rules import Load, Rules, Stage
-
-Pending = list[Any]  # handles of messages under way, each with a wait()
-
-
-class Link(Protocol):
-    """One rank's way to the others."""
-
-    rank: int
-    world: int
-
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
-        """Start sending and receiving messages, by rank. Empty ones do not travel."""
-        ...
 
 
 @dataclass
@@ -40,7 +28,7 @@ class Job:
     numbers: Tensor
     peaks: Tensor
     rules: Rules
-    link: Link
+    link: ChunkLink
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +86,7 @@ class Job:
         load.peaks.copy_(self.rules.read(message, self.chunk.shards[index], Stage.TOTAL, load.numbers).peaks)
 
 
-Steps = Generator[Pending, None, Any]
+Steps = Generator[list[Pending], None, Any]
 
 
 class Adder(Protocol):
@@ -134,10 +122,6 @@ class Reduction(ABC):
     def turn(self, rank: int, index: int, world: int) -> int:
         """Where shard `index` does not begin with rank 0: the pass over all ranks (0 or 1) in which this rank is added."""
         return 0
-
-    @abstractmethod
-    def sent(self, layers_bytes: int, sums_bytes: int, world: int) -> float:
-        """Bytes that the busiest rank sends for a message of so many bytes, in the codec's format and in that of sums."""
 
     def of_size(self, elements: int) -> "Reduction":
         """The reduction for a bucket of this many elements."""

@@ -1,6 +1,9 @@
 """Nodes first, then between nodes: for links that are fast inside a machine and slow outside."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from lowp.formats.floats import FP32
 from lowp.wire.plan import Shard
@@ -96,11 +99,6 @@ class Hierarchical(Reduction):
     def turn(self, rank: int, index: int, world: int) -> int:
         return int(self.variant == "leaders" and rank // self.size < index)
 
-    def sent(self, layers_bytes: int, sums_bytes: int, world: int) -> float:
-        """Between nodes: what one node sends."""
-        nodes = len(self._nodes(world))
-        return 2 * (nodes - 1) / nodes * layers_bytes
-
 
 def _through_leaders(job: Job, nodes: list[range], between: Rules) -> Steps:
     """1. Members send to their leader, which adds in rank order. 2. Leaders form a ring. 3. Leaders hand out the totals."""
@@ -175,32 +173,28 @@ def _through_shards(job: Job, nodes: list[range], between: Rules) -> Steps:
             pairs.setdefault(holder(number, column), []).append(column)
         return pairs
 
-    others = [number for number in range(len(nodes)) if number != here]
+    def swap(messages: dict[int, Tensor], stage: Stage, sent: Callable[[int], int], wanted: Callable[[int], int]) -> Steps:
+        """Exchange messages with the counterparts in every other node; `sent` and `wanted` say of which node's row."""
+        sends, receives, rows_of = {}, {}, {}
+        for number in range(len(nodes)):
+            for peer, shared in facing(number).items() if number != here else ():
+                sends[peer] = job.join([messages[rows(column)[sent(number)]] for column in shared])
+                rows_of[peer] = [rows(column)[wanted(number)] for column in shared]
+                receives[peer] = job.room_for(rows_of[peer], stage)
+        yield job.link.exchange(sends, receives)
+        return {peer: job.split(receives[peer], rows_of[peer], stage) for peer in rows_of}
+
     encoded = {i: between.write(sums[i], job.chunk.shards[i], Stage.NODE, here) for i in sums}
-    sends, receives, wanted = {}, {}, {}
-    for number in others:
-        for peer, shared in facing(number).items():
-            sends[peer] = job.join([encoded[rows(column)[number]] for column in shared])
-            wanted[peer] = [rows(column)[here] for column in shared]
-            receives[peer] = job.room_for(wanted[peer], Stage.NODE)
-    yield job.link.exchange(sends, receives)
-    came = {(i, peer): part for peer in wanted for i, part in job.split(receives[peer], wanted[peer], Stage.NODE).items()}
+    came = yield from swap(encoded, Stage.NODE, sent=lambda number: number, wanted=lambda number: here)
     totals = {}
     for column in held:
         i = rows(column)[here]
-        messages = [encoded[i] if number == here else came[i, holder(number, column)] for number in range(len(nodes))]
+        messages = [encoded[i] if number == here else came[holder(number, column)][i] for number in range(len(nodes))]
         whole = between.fold_messages(messages, job.chunk.shards[i], Stage.NODE, range(len(nodes)))
         totals[i] = between.write(whole, job.chunk.shards[i], Stage.TOTAL, 0)
-
-    sends, receives, wanted = {}, {}, {}
-    for number in others:
-        for peer, shared in facing(number).items():
-            sends[peer] = job.join([totals[rows(column)[here]] for column in shared])
-            wanted[peer] = [rows(column)[number] for column in shared]
-            receives[peer] = job.room_for(wanted[peer], Stage.TOTAL)
-    yield job.link.exchange(sends, receives)
-    for peer, indices in wanted.items():
-        totals |= job.split(receives[peer], indices, Stage.TOTAL)
+    came = yield from swap(totals, Stage.TOTAL, sent=lambda number: here, wanted=lambda number: number)
+    for arrived_totals in came.values():
+        totals |= arrived_totals
 
     mine = job.join([totals[i] for i in all_rows(held)])
     gathered = {rank: job.room_for(all_rows(of(rank, here)), Stage.TOTAL) for rank in nodes[here] if rank != me}

@@ -26,6 +26,3 @@ class Hybrid(Reduction):
 
     def adder(self, shard: Shard, index: int, rules: Rules) -> Adder:
         raise AssertionError("a hybrid is resolved by of_size before it is used")
-
-    def sent(self, layers_bytes: int, sums_bytes: int, world: int) -> float:
-        return self.of_size(layers_bytes).sent(layers_bytes, sums_bytes, world)

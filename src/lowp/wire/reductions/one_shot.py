@@ -44,6 +44,3 @@ class OneShot(Reduction):
 
     def adder(self, shard: Shard, index: int, rules: Rules) -> Fold:
         return Fold(shard, rules)
-
-    def sent(self, layers_bytes: int, sums_bytes: int, world: int) -> float:
-        return (world - 1) * layers_bytes

@@ -58,6 +58,3 @@ class Ring(Reduction):
 
     def turn(self, rank: int, index: int, world: int) -> int:
         return int(rank < index)
-
-    def sent(self, layers_bytes: int, sums_bytes: int, world: int) -> float:
-        return (world - 1) / world * (layers_bytes + sums_bytes)

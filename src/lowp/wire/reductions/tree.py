@@ -73,6 +73,3 @@ class Tree(Reduction):
 
     def adder(self, shard: Shard, index: int, rules: Rules) -> Stack:
         return Stack(shard, rules)
-
-    def sent(self, layers_bytes: int, sums_bytes: int, world: int) -> float:
-        return (world - 1).bit_length() * layers_bytes

@@ -70,6 +70,3 @@ class TwoShot(Reduction):
 
     def adder(self, shard: Shard, index: int, rules: Rules) -> Fold:
         return Fold(shard, rules)
-
-    def sent(self, layers_bytes: int, sums_bytes: int, world: int) -> float:
-        return 2 * (world - 1) / world * layers_bytes
