@@ -3,6 +3,8 @@
 The public API, and nothing else.
 """
 
+from lowp import health as health
+from lowp import optim as optim
 from lowp.formats import FORMATS as FORMATS
 from lowp.formats import BlockFormat as BlockFormat
 from lowp.formats import CodebookFormat as CodebookFormat
@@ -13,7 +15,12 @@ from lowp.formats import PositFormat as PositFormat
 from lowp.formats import Rounding as Rounding
 from lowp.formats import Specials as Specials
 from lowp.formats import format as format
+from lowp.health.audit import ForbiddenTensor as ForbiddenTensor
+from lowp.health.audit import audit as audit
+from lowp.optim.loss_scale import LossScale as LossScale
+from lowp.optim.loss_scale import LossScaleExhausted as LossScaleExhausted
 from lowp.tensor.block import BlockCodes as BlockCodes
+from lowp.tensor.errors import NonFiniteGradient as NonFiniteGradient
 from lowp.tensor.kernels import kernel_info as kernel_info
 from lowp.tensor.kernels import set_kernel_policy as set_kernel_policy
 from lowp.tensor.noise import Noise as Noise
@@ -27,7 +34,6 @@ from lowp.wire import fsdp as fsdp
 from lowp.wire.collectives import all_reduce as all_reduce
 from lowp.wire.compressor import Compressor as Compressor
 from lowp.wire.ddp import compress_gradients as compress_gradients
-from lowp.wire.errors import NonFiniteGradient as NonFiniteGradient
 from lowp.wire.errors import ReplicasDiffer as ReplicasDiffer
 from lowp.wire.faults import CollectiveError as CollectiveError
 from lowp.wire.replicas import check_replicas as check_replicas

@@ -222,7 +222,10 @@ class Encode(_Rounder):
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
         if factor is not None:
             stored = (stored.view(self.dtype) * factor).view(self.own.storage)
-        bits, noise = self._enter(stored, key)
+        return self.codes(*self._enter(stored, key), tables)
+
+    def codes(self, bits: Tensor, noise: Tensor | None, tables: Tables) -> Tensor:
+        """The codes of numbers given as the carrier's bits, with noise already drawn."""
         if self.grid is not None:
             code = grids.encode(bits, self.grid, noise, self.nan_to)
         elif self.posit is not None:

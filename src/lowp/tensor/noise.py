@@ -10,6 +10,7 @@ but signed overflow is undefined in C++, and gcc does turn such a hash into a co
 For a given key the draws of 2^30 elements are all different; between keys they are unrelated, which the tests check.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 _INDICES = 1 << 30  # elements that one key serves: an index and its offset add up without overflow
 _DRAW_ROUNDS = 5  # the fewest after which every bit of the index flips every bit of the draw half of the time
+_MORE_ROUNDS = 3  # until another draw for the same element looks unrelated
 KEY_SIZE = _DRAW_ROUNDS + 1  # numbers in a key tensor
 _MULTIPLIERS = (0x7A35, 0x6E2B)
 _ROUNDS = (0x9E37, 0x79B9, 0x7F4A, 0x7C15, 0xF39C, 0xC060, 0x5CED)  # digits of the golden ratio, against symmetry
@@ -60,28 +62,46 @@ def _philox4(words: list[Word]) -> list[Word]:
     return [a, b, c, d]
 
 
-def key_words(noise: Noise, block: int = 0) -> list[Word]:
+def _key_words(seed: Word, step: Word, stream: Word, block: int = 0) -> list[Word]:
     """The key for one block of 2^30 indices: seed, step, stream and (but for the first) block, absorbed one after the other."""
     state: list[Word] = [0, 0, 0, 0]
-    for number in (noise.seed, noise.step, noise.stream, *([block] if block else [])):
-        state = _philox4([word ^ (number >> shift & 0xFFFF) for word, shift in zip(state, (0, 16, 32, 48), strict=True)])
+    for number in (seed, step, stream, *([block] if block else [])):
+        state = _absorb(state, words_of(number))
     return state
+
+
+def words_of(number: Word) -> list[Word]:
+    """64 bits as four words."""
+    return [number >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
+
+
+def _absorb(state: list[Word], words: Sequence[Word]) -> list[Word]:
+    return _philox4([word ^ more for word, more in zip(state, words, strict=True)])
+
+
+def key_columns(seed: Sequence[Word], step: Sequence[Word], streams: Tensor, firsts: Tensor) -> list[Tensor]:
+    """`key_tensor` for many tensors at once, from the words of seed and step, their streams and their first indices (int64)."""
+    block, low = firsts >> 30, firsts & (_INDICES - 1)
+    state = _absorb(_absorb(_absorb([0, 0, 0, 0], seed), step), words_of(streams))
+    later = _absorb(state, words_of(block))
+    key: list[Word] = [torch.where(block == 0, early, late) for early, late in zip(state, later, strict=True)]
+    return [word.to(torch.int32) for word in _round_keys(key, low)]  # type: ignore[union-attr]  # tensors all
 
 
 def key_tensor(noise: Noise, first: int, device: torch.device) -> Tensor:
     """The keys of the rounds for elements from index `first` on (all of one block), and the index of `first` in its block."""
     if isinstance(noise.seed, Tensor) or isinstance(noise.step, Tensor):
         block, low = divmod(noise.offset + first, _INDICES)
-        wide = Noise(_as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream)
-        return torch.stack([_as_int64(word, device) for word in _round_keys(wide, block, low)]).to(torch.int32)
+        key = _key_words(_as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream, block)
+        return torch.stack([_as_int64(word, device) for word in _round_keys(key, low)]).to(torch.int32)
     if any(isinstance(part, torch.SymInt) for part in (noise.seed, noise.step, noise.stream, noise.offset)):
         return _key_of_integers(noise.seed, noise.step, noise.stream, noise.offset + first, device)
     block, low = divmod(noise.offset + first, _INDICES)
-    return torch.tensor(_round_keys(noise, block, low), dtype=torch.int32, device=device)
+    key = _key_words(noise.seed, noise.step, noise.stream, block)
+    return torch.tensor(_round_keys(key, low), dtype=torch.int32, device=device)
 
 
-def _round_keys(noise: Noise, block: int, low: int) -> list[Word]:
-    key = key_words(noise, block)
+def _round_keys(key: list[Word], low: Word) -> list[Word]:
     return [*(key[i % 4] ^ constant for i, constant in enumerate(_ROUNDS[:_DRAW_ROUNDS])), low]
 
 
@@ -111,11 +131,11 @@ def blocks(noise: Noise, count: int) -> "list[tuple[int, int]]":
     return list(pairwise(cuts))
 
 
-def _philox2(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def _philox2(low: Tensor, high: Tensor, key: Tensor, rounds: range) -> tuple[Tensor, Tensor]:
     """Two-word Philox: a permutation of the 32 bits for every key."""
-    for number in range(_DRAW_ROUNDS):
+    for number in rounds:
         product = low * _MULTIPLIERS[number % 2]
-        low, high = (product >> 16) ^ high ^ key[number], product & 0xFFFF
+        low, high = (product >> 16) ^ high ^ key[number % _DRAW_ROUNDS], product & 0xFFFF
     return low, high
 
 
@@ -124,10 +144,31 @@ def draw(key: Tensor, like: Tensor, bits: int) -> Tensor:
 
     The first 30 bits are the same for both widths, so that a number rounds the same in float32 and in float64.
     """
-    index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape) + key[_DRAW_ROUNDS]
-    low, high = _philox2(index & 0xFFFF, index >> 16, key)
+    low, high = _first_words(key, like)
     first = (high << 14) + (low >> 2)
     if bits == 30:
         return first
-    low, high = _philox2(low, high, key)
+    low, high = _philox2(low, high, key, range(_DRAW_ROUNDS))
     return (first.to(torch.int64) << 32) + (high.to(torch.int64) << 16) + low.to(torch.int64)
+
+
+def draws(key: Tensor, like: Tensor, count: int) -> list[Tensor]:
+    """`count` numbers of 30 bits for each element: `draw`'s, then its halves exchanged; then the same of a further permutation.
+
+    Rounding to 16 bits looks at a draw's upper half or little more, so exchanging them makes another one for nothing.
+    """
+    low, high = _first_words(key, like)
+    found: list[Tensor] = []
+    first = _DRAW_ROUNDS
+    while True:
+        number = (high << 14) + (low >> 2)
+        found += [number, ((number & 0x7FFF) << 15) + (number >> 15)]
+        if len(found) >= count:
+            return found[:count]
+        low, high = _philox2(low, high, key, range(first, first + _MORE_ROUNDS))
+        first += _MORE_ROUNDS
+
+
+def _first_words(key: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape) + key[_DRAW_ROUNDS]
+    return _philox2(index & 0xFFFF, index >> 16, key, range(_DRAW_ROUNDS))

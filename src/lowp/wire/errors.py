@@ -1,8 +1,6 @@
 """What a step of compressed gradients can raise, beside a collective that fails (faults.py)."""
 
-
-class NonFiniteGradient(ArithmeticError):
-    """A gradient was infinite or NaN on some rank. All ranks raise it in the same step."""
+from lowp.tensor.errors import NonFiniteGradient as NonFiniteGradient
 
 
 class ReplicasDiffer(RuntimeError):

@@ -1,0 +1,347 @@
+"""What a tensor's numbers would suffer in a format, measured on the device without waiting for it.
+
+`measure` turns a tensor into one short float64 vector of counts and sums; vectors of several tensors are merged by `merge`,
+and only `summary`, later and on the host, divides them and takes logarithms. Counts stay below 2^53 and are exact. Nothing here
+asks the device for a value, so a training step that is measured does not wait for itself. A `Sample` is what one step left
+behind: vectors by layer and role, which travel to the host together and become records there.
+
+Exponents, zeros and non-finite numbers are read from bits. The rounding itself is `lowp.quantize`.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.formats import AnyFormat, BlockFormat, FloatFormat, Format
+from lowp.formats import format as parse_format
+from lowp.tensor.carrier import CARRIERS, FORMAT_OF_DTYPE
+from lowp.tensor.ops import quantize
+
+# Bins of the exponent histogram: float32 from its smallest subnormal to its largest number, and one bin at either end for what
+# only float64 reaches.
+LOWEST, HIGHEST = -150, 128
+BINS = HIGHEST - LOWEST + 1
+
+SUMS = ("sampled", "zeros", "nonfinite", "underflow", "overflow", "signal", "noise")
+EXTREMES = ("largest", "smallest")
+CHANGES = 4  # sums of `measure_change`
+
+
+def own_format(dtype: torch.dtype) -> AnyFormat | None:
+    """The format whose numbers a dtype holds; None for float64, which is wider than every format."""
+    if dtype == torch.float64:
+        return None
+    return FORMAT_OF_DTYPE.get(dtype) or parse_format(str(dtype).removeprefix("torch.float8_").removeprefix("torch."))
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in nested dicts, lists and tuples, with the keys that lead to it: `exp_avg`, `blocks.3.scale`."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (dict, list, tuple)):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield from named_tensors(entry, f"{name}.{key}" if name else str(key))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, as real numbers in memory: a DTensor's shard, a sparse tensor's values."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def sample(tensor: Tensor, most: int, fmt: AnyFormat | None = None) -> Tensor:
+    """At most `most` elements of a tensor, always the same ones: a view where that is possible.
+
+    Every n-th element in row-major order, with n prime to the number of elements: a stride that shares a factor with the rows'
+    length would see some columns only. Block formats scale neighbours together, so for them whole rows are taken.
+    """
+    tensor = local_part(tensor)
+    if isinstance(fmt, BlockFormat) and tensor.dim() > 1 and tensor.numel() > 0:
+        rows = tensor.flatten(0, -2)
+        return rows[:: _stride(rows.shape[0], max(1, most // rows.shape[1])), :most]
+    stride = _stride(tensor.numel(), most)
+    if isinstance(fmt, BlockFormat):
+        return tensor.reshape(-1)[:most]
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::stride]
+    # take() finds elements through the strides; reshape would copy the whole tensor first.
+    return tensor.take(torch.arange(0, tensor.numel(), stride, device=tensor.device))
+
+
+def _stride(count: int, most: int) -> int:
+    stride = -(-count // most)
+    if stride <= 1:
+        return 1
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    return stride
+
+
+def measure(numbers: Tensor, fmt: AnyFormat | None) -> Tensor:
+    """Counts and sums for a sample of numbers, in the order of SUMS, EXTREMES and the exponents' bins.
+
+    Underflow is a non-zero number that rounds to zero. Overflow is a finite number that rounds to infinity or NaN; in formats
+    that have neither, one that rounds to the largest value though a further step of the same width would have been nearer.
+    Without a format nothing is rounded.
+    """
+    numbers = numbers.reshape(-1) if not isinstance(fmt, BlockFormat) else numbers
+    if numbers.dtype != torch.float64:
+        numbers = numbers.to(torch.float32)  # exact, and wide enough for every format's numbers
+    numbers = numbers.contiguous()  # a sample is read several times
+    carrier = CARRIERS[numbers.dtype]
+    magnitude = _magnitude(numbers)
+    zero, finite = magnitude == 0, magnitude < carrier.infinity
+    exact = torch.where(finite, numbers, 0).to(torch.float64)  # squares of float32 numbers fit
+    if fmt is None:
+        nothing = exact.new_zeros(())
+        damage = [nothing, nothing, exact.square().sum(), nothing]
+    else:
+        damage = _damage(numbers, exact, zero, finite, fmt)
+    sums = [exact.new_full((), numbers.numel()), zero.sum(), (~finite).sum(), *damage, *_extremes(exact)]
+    histogram = _exponents(magnitude, carrier, ~zero & finite)
+    return torch.cat([torch.stack([entry.to(torch.float64) for entry in sums]), histogram.to(torch.float64)])
+
+
+def _damage(numbers: Tensor, exact: Tensor, zero: Tensor, finite: Tensor, fmt: AnyFormat) -> list[Tensor]:
+    """What rounding does: counts of underflow and overflow, squares of the numbers that survive and of their errors."""
+    rounded = quantize(numbers, fmt)
+    magnitude = _magnitude(rounded)
+    survives = finite & (magnitude < CARRIERS[numbers.dtype].infinity)
+    overflow = finite & ~survives
+    if limits := _limits(fmt):
+        overflow = overflow | (finite & ((exact <= limits[0]) | (exact >= limits[1])))
+    underflow = finite & ~zero & (magnitude == 0)
+    signal = torch.where(survives, exact, 0)
+    noise = torch.where(survives, rounded.to(torch.float64) - exact, 0)
+    return [underflow.sum(), overflow.sum(), signal.square().sum(), noise.square().sum()]
+
+
+def _magnitude(numbers: Tensor) -> Tensor:
+    """Bits without the sign: as integers they are ordered as the magnitudes are."""
+    carrier = CARRIERS[numbers.dtype]
+    return carrier.bits(numbers.view(carrier.storage)) & carrier.magnitude
+
+
+def _extremes(exact: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest magnitude (0 if there is none) and the smallest above zero (infinity if there is none)."""
+    end = torch.zeros(1, dtype=torch.float64, device=exact.device)  # so that empty tensors have extremes too
+    magnitudes = torch.cat([exact.abs().reshape(-1), end])
+    return magnitudes.amax(), torch.where(magnitudes > 0, magnitudes, math.inf).amin()
+
+
+def _exponents(magnitude: Tensor, carrier: Any, counted: Tensor) -> Tensor:
+    """How many numbers there are in each binade, by floor(log2 |x|).
+
+    For normal numbers that is the exponent field. A subnormal is an integer number of smallest steps: as a float of its own,
+    that integer is normal and has an exponent field. (float64's subnormals are all in the lowest bin, whatever they are.)
+    """
+    field = magnitude >> carrier.fraction_bits
+    steps = magnitude.to(torch.float32).view(torch.int32) >> 23
+    exponent = torch.where(field > 0, field - carrier.bias, steps - 127 + carrier.min_exponent - carrier.fraction_bits)
+    bins = (exponent.clamp(LOWEST, HIGHEST) - LOWEST).to(torch.int64).reshape(-1)
+    histogram = torch.zeros(BINS, dtype=torch.int64, device=magnitude.device)
+    return histogram.scatter_add_(0, bins, counted.to(torch.int64).reshape(-1))  # bincount would wait for the device
+
+
+@functools.cache
+def _limits(fmt: AnyFormat) -> tuple[float, float] | None:
+    """From where on numbers overflow a format that has no value for it: half a step beyond its ends.
+
+    The scales of block formats follow the numbers, so there is no such place.
+    """
+    if isinstance(fmt, BlockFormat) or not math.isfinite(fmt.overflow):
+        return None
+    return fmt.min - _last_step(fmt) / 2, fmt.max + _last_step(fmt) / 2
+
+
+def _last_step(fmt: Format) -> float:
+    """From the largest value but one to the largest."""
+    if fmt.bits <= 16:
+        return fmt.values[-1] - fmt.values[-2]
+    if isinstance(fmt, FloatFormat):
+        return math.ldexp(1.0, math.frexp(fmt.max)[1] - 1 - fmt.mantissa_bits)
+    return fmt.smallest
+
+
+def merge(one: Tensor, other: Tensor) -> Tensor:
+    """The vector of two samples together."""
+    both = one + other
+    largest = len(SUMS)
+    both[largest] = torch.maximum(one[largest], other[largest])
+    both[largest + 1] = torch.minimum(one[largest + 1], other[largest + 1])
+    return both
+
+
+def summary(vector: list[float]) -> dict[str, Any]:
+    """A vector as figures for people and JSON: fractions, decibels, a sparse histogram; None where there is no number."""
+    of = dict(zip((*SUMS, *EXTREMES), vector, strict=False))
+    histogram = vector[len(of) :]
+    numbers = of["sampled"] - of["zeros"] - of["nonfinite"]
+    return {
+        "sampled": int(of["sampled"]),
+        "underflow": of["underflow"] / max(numbers, 1),
+        "overflow": of["overflow"] / max(numbers, 1),
+        "zeros": of["zeros"] / max(of["sampled"], 1),
+        "nonfinite": int(of["nonfinite"]),
+        "sqnr_db": decibels(of["signal"], of["noise"]),
+        "largest": of["largest"] if numbers else None,
+        "smallest": of["smallest"] if numbers else None,
+        "exponents": {str(LOWEST + place): int(count) for place, count in enumerate(histogram) if count},
+    }
+
+
+def decibels(signal: float, noise: float) -> float | None:
+    """10 log10(signal / noise); None if nothing was rounded away, or there was nothing, or squares overflowed float64."""
+    if not (0 < signal < math.inf and 0 < noise < math.inf):
+        return None
+    return 10 * (math.log10(signal) - math.log10(noise))
+
+
+def measure_change(intended: Tensor, change: Tensor, same_bits: Tensor) -> Tensor:
+    """Sums that tell how much of an intended update arrived: a.d, d.d, how many d are not zero, how many of those did nothing.
+
+    Elements whose weight is not finite, before or after, are left out of the products.
+    """
+    intended, change = intended.to(torch.float64), change.to(torch.float64)
+    known = intended.isfinite() & change.isfinite()
+    intended, change = torch.where(known, intended, 0), torch.where(known, change, 0)
+    wanted = intended != 0
+    sums = [(change * intended).sum(), intended.square().sum(), wanted.sum(), (wanted & same_bits).sum()]
+    return torch.stack([entry.to(torch.float64) for entry in sums])
+
+
+def change_summary(sums: list[float]) -> dict[str, Any]:
+    """`lost_updates` and `unchanged`, with the reason where there is no number."""
+    arrived, intended, wanted, unchanged = sums
+    if not 0 < intended < math.inf:
+        reason = "the optimizer intended no change" if intended == 0 else "the intended update is too large for float64"
+        return {"lost_updates": None, "unchanged": None, "reason": reason}
+    return {"lost_updates": 1 - arrived / intended, "unchanged": unchanged / wanted}
+
+
+@dataclass
+class Entry:
+    """What is known of one layer in one role: how many elements there were, and the figures of those looked at."""
+
+    elements: int
+    vector: Tensor
+    change: Tensor | None = None
+
+
+class Sample:
+    """The figures of one step."""
+
+    def __init__(self, step: int, most: int) -> None:
+        self._step, self._most = step, most
+        self._entries: dict[tuple[str, str, str], Entry] = {}
+        self._failures: dict[tuple[str, str, str | None], str] = {}
+        self._arrivals: list[tuple[list[tuple[str, str, str]], Tensor, Any]] = []
+
+    @property
+    def started(self) -> bool:
+        return bool(self._entries or self._failures)
+
+    def see(
+        self,
+        layer: str,
+        role: str,
+        fmt: AnyFormat | None,
+        tensor: Tensor,
+        elements: int | None = None,
+        change: Tensor | None = None,
+    ) -> None:
+        """Add a tensor, or a sample of one with so many `elements`, to the figures of its layer and role."""
+        key = layer, role, "fp64" if fmt is None else str(fmt)
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise TypeError("its numbers are not there to be seen inside torch.func transforms")
+        elements = local_part(tensor).numel() if elements is None else elements
+        # In its own format a number is what it is: there is nothing to round.
+        rounds_to = None if fmt == own_format(tensor.dtype.to_real()) else fmt
+        vector = measure(sample(tensor, self._most, fmt), rounds_to)
+        if (known := self._entries.get(key)) is not None:
+            elements, vector = elements + known.elements, merge(vector, known.vector)
+        self._entries[key] = Entry(elements, vector, change)
+
+    @contextmanager
+    def attempt(self, layer: str, role: str, fmt: AnyFormat | None = None) -> Iterator[None]:
+        """Whatever goes wrong inside becomes a record with its reason. Nobody's training ends because its health was taken."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(layer, role, fmt, f"{type(error).__name__}: {error}")
+
+    def fail(self, layer: str, role: str, fmt: AnyFormat | None, reason: str) -> None:
+        self._failures[layer, role, None if fmt is None else str(fmt)] = reason
+
+    def send(self) -> None:
+        """Start the figures on their way to the host: one copy for each device, into pinned memory, without waiting."""
+        for device in {entry.vector.device for entry in self._entries.values()}:
+            keys = [key for key, entry in self._entries.items() if entry.vector.device == device]
+            none = torch.zeros(CHANGES, dtype=torch.float64, device=device)
+            rows = [self._entries[key] for key in keys]
+            figures = torch.stack([torch.cat([none if row.change is None else row.change, row.vector]) for row in rows])
+            arrived = torch.cuda.Event() if device.type == "cuda" else None
+            self._arrivals.append((keys, figures.to("cpu", non_blocking=True), arrived))
+            if arrived is not None:
+                arrived.record(torch.cuda.current_stream(device))
+
+    def records(self) -> list[dict[str, Any]]:
+        """The figures, once they have arrived, in the order in which the step made them."""
+        found = {}
+        for keys, figures, arrived in self._arrivals:
+            if arrived is not None:
+                arrived.synchronize()
+            found |= dict(zip(keys, figures.tolist(), strict=True))
+        records = []
+        for key, entry in self._entries.items():
+            change, vector = found[key][:CHANGES], found[key][CHANGES:]
+            changes = {} if entry.change is None else change_summary(change)
+            records.append(self._head(key) | {"elements": entry.elements} | summary(vector) | changes)
+        for key, reason in self._failures.items():
+            changes = {"lost_updates": None, "unchanged": None} if key[1] == "updates" else {}
+            records.append(self._head(key) | changes | {"reason": reason})
+        return records
+
+    def _head(self, key: tuple[str, str, str | None]) -> dict[str, Any]:
+        return {"step": self._step} | dict(zip(("layer", "role", "format"), key, strict=True))
+
+
+COLUMNS = ("layer", "role", "format", "underflow", "overflow", "nonfinite", "sqnr_db", "lost_updates", "unchanged", "largest")
+
+
+def table(records: list[dict[str, Any]], rows: int) -> str:
+    """Records as text, the worst first: non-finite numbers, then whatever loses the largest share, then the lowest SQNR."""
+    if not records:
+        return "no step has been sampled yet"
+
+    def goodness(record: dict[str, Any]) -> tuple[bool, float, float]:
+        shares = [record.get(name) or 0.0 for name in ("underflow", "overflow", "lost_updates")]
+        decibels = record.get("sqnr_db")
+        return not record.get("nonfinite"), -max(shares), math.inf if decibels is None else decibels
+
+    worst = sorted(records, key=goodness)[:rows]
+    cells = [COLUMNS, *([_cell(name, record.get(name)) for name in COLUMNS] for record in worst)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    reasons = dict.fromkeys(f"{record['role']}: {record['reason']}" for record in worst if "reason" in record)
+    hidden = len(records) - len(worst)
+    return "\n".join([f"step {records[0]['step']}", *lines, *([f"and {hidden} more"] if hidden else []), *reasons])
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name in ("underflow", "overflow", "lost_updates", "unchanged"):
+        return f"{value:.2%}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,196 @@
+"""How a weight takes its update, written once for all optimizers; and how states are stored.
+
+    exact = weight + update                                        (float32, in registers)
+    nearest     weight = round(exact)                              small updates vanish: below half a unit in the last place
+    stochastic  weight = round(exact), up or down at random        so that the mean is exact: small updates survive on average
+    kahan       weight = round(exact + lost), lost = what rounding took away    kept in a second number of 16 bits
+
+Decay is part of the update, so it is not lost either. A number that Kahan's compensation `lost` can hold is at most half a unit of
+the weight: it is stored multiplied by 2^(mantissa bits + 1), which brings it to the weight's own range, so that FP16 can hold it.
+
+A state is stored in a format, multiplied by a power of two of its own: one for the tensor, or one for each block of a row. Numbers
+that sit under a square root never become zero: they keep at least the format's smallest number, or a weight whose gradients are
+small beside its neighbours' would be moved by m / eps.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lowp.formats import AnyFormat, BlockFormat
+from lowp.formats.base import Format
+from lowp.formats.floats import BF16, FP16, FP32
+from lowp.formats.posit import PositFormat
+from lowp.tensor.carrier import F32, carrier_for
+from lowp.tensor.core import Decode, Encode, code_dtype, code_storage, decode_operation, encode_operation
+from lowp.tensor.table import Table
+
+UPDATES = ("stochastic", "kahan", "nearest")
+DTYPES: dict[AnyFormat, torch.dtype] = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16}
+FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
+_STORAGE = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+_SHORTEST = 32  # elements of a block
+
+
+def storage_of(dtype: torch.dtype) -> torch.dtype:
+    """The integers that a kernel sees a dtype's memory as."""
+    return _STORAGE.get(dtype, torch.int8 if dtype == torch.uint8 else dtype)
+
+
+def numbers_of(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stored bits as float32 numbers."""
+    return stored.view(dtype).to(torch.float32)
+
+
+def stored_of(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 numbers as stored bits, rounded to nearest."""
+    return numbers.to(dtype).view(storage_of(dtype))
+
+
+def scale_of_compensation(dtype: torch.dtype) -> float:
+    return 2.0 ** (FORMATS[dtype].mantissa_bits + 1)  # type: ignore[union-attr]  # floats all
+
+
+@dataclass(frozen=True)
+class Update:
+    """One of the three ways, for weights of one dtype."""
+
+    kind: str
+    dtype: torch.dtype
+
+    @property
+    def stochastic(self) -> bool:
+        return self.kind == "stochastic" and self.dtype != torch.float32
+
+    @property
+    def compensated(self) -> bool:
+        return self.kind == "kahan"
+
+    @cached_property
+    def _encode(self) -> Encode:
+        fmt = FORMATS[self.dtype]
+        assert isinstance(fmt, Format)
+        return encode_operation(fmt, torch.float32, "stochastic", False, "zero")
+
+    def apply(self, weight: Tensor, update: Tensor, lost: Tensor | None, noise: Tensor | None) -> tuple[Tensor, ...]:
+        """The stored weight and, for Kahan, the stored compensation. `lost` is the stored one before."""
+        if self.stochastic:
+            return (self._encode.codes((weight + update).view(torch.int32), noise, ()),)
+        if not self.compensated:
+            return (stored_of(weight + update, self.dtype),)
+        assert lost is not None
+        scale = scale_of_compensation(self.dtype)
+        due = update + numbers_of(lost, self.dtype) * (1.0 / scale)
+        stored = stored_of(weight + due, self.dtype)
+        taken = numbers_of(stored, self.dtype) - weight
+        return stored, stored_of((due - taken) * scale, self.dtype)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How one state is kept: a format, a rounding, and what shares a scale ("none", "tensor" or "block")."""
+
+    format: Format
+    rounding: str
+    scale: str
+    positive: bool  # under a square root
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the state's tensor."""
+        return DTYPES.get(self.format, code_dtype(self.format))
+
+    @property
+    def storage(self) -> torch.dtype:
+        return storage_of(self.dtype) if self.format in DTYPES else code_storage(self.format)
+
+    @property
+    def stochastic(self) -> bool:
+        return self.rounding == "stochastic" and self.format != FP32
+
+    @property
+    def top(self) -> int:
+        """States are scaled to stay below 2^top. One binade is left, so that rounding up cannot leave the format."""
+        if isinstance(self.format, PositFormat):
+            return 0  # posits are finest around one
+        return F32_exponent(self.format.max) - 1
+
+    @cached_property
+    def _encode(self) -> Encode:
+        return encode_operation(self.format, torch.float32, self.rounding, True, "zero")
+
+    @cached_property
+    def _decode(self) -> Decode:
+        return decode_operation(self.format, torch.float32)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return () if self.format in DTYPES and not self.stochastic else (*self._encode.tables, *self._decode.tables)
+
+    def read(self, stored: Tensor, unit: Tensor | None, tables: tuple[Tensor, ...]) -> Tensor:
+        """The state's numbers: codes times what they count in."""
+        if self.format in DTYPES:
+            numbers = numbers_of(stored, self.dtype)
+        else:
+            numbers = self._decode(stored, tables[len(self._encode.tables) :]).view(torch.float32)
+        return numbers if unit is None else numbers * unit
+
+    def write(self, numbers: Tensor, factor: Tensor | None, noise: Tensor | None, tables: tuple[Tensor, ...]) -> Tensor:
+        """Stored codes of numbers times `factor`."""
+        if factor is not None:
+            numbers = numbers * factor
+        if self.positive and self.format != FP32:
+            numbers = numbers.clamp(min=self.format.smallest)
+        if self.format in DTYPES and not self.stochastic:
+            return stored_of(numbers, self.dtype)
+        return self._encode.codes(numbers.view(torch.int32), noise, tables[: len(self._encode.tables)])
+
+
+def F32_exponent(number: float) -> int:  # noqa: N802
+    """The exponent of the largest power of two that is not above a number."""
+    import math
+
+    return math.frexp(number)[1] - 1
+
+
+def state_of(format: AnyFormat, rounding: str, scale: str, positive: bool, decay: float, name: str) -> Stored:
+    """A `Stored`, or a clear error for what cannot hold a state."""
+    if isinstance(format, BlockFormat):
+        raise ValueError(f"state format {format}: blocks are made here; give the element format and state_scale='block'")
+    if not format.signed:
+        raise ValueError(f"state format {format} has no sign, and {name} needs one")
+    if format.bits < 8:
+        raise ValueError(f"state format {format} is too narrow: {name} needs at least 8 bits")
+    if format.bits > 16 and format != FP32:
+        raise ValueError(f"state format {format} has {format.bits} bits: states are kept in up to 16, or in fp32")
+    if carrier_for(format, torch.float32) is not F32:
+        raise ValueError(f"state format {format} reaches beyond float32, in which updates are computed")
+    range_of = F32_exponent(format.max) - F32_exponent(format.smallest)
+    if positive and range_of < 12:
+        raise ValueError(
+            f"state format {format} is too narrow: it spans {range_of} powers of two, and {name}, which holds squares, needs 12"
+        )
+    return Stored(format, rounding if format != FP32 else "nearest", "none" if format == FP32 else scale, positive)
+
+
+def block_width(shape: torch.Size, longest: int) -> int:
+    """The length of blocks of one scale: the largest divisor of a row (what is under the first dimension) up to `longest`.
+
+    Blocks do not cross rows, so that a parameter sharded by rows has the same blocks as the whole one. Rows without such a
+    divisor are one block. 0: too small to be worth it (vectors; and what is short has one scale for the tensor).
+    """
+    if len(shape) < 2:
+        return 0
+    row = shape[1:].numel()
+    if row < _SHORTEST or shape.numel() < 4096:
+        return 0
+    divisor = next(width for width in range(min(longest, row), 0, -1) if row % width == 0)
+    if divisor >= _SHORTEST:
+        return divisor
+    return row if row <= 4096 else 0
+
+
+def with_scale(stored: Stored, scale: str) -> Stored:
+    return replace(stored, scale=scale)

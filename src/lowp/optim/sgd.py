@@ -1,0 +1,68 @@
+"""Stochastic gradient descent with momentum."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from lowp.optim.optimizer import LowPrecisionOptimizer, at_least, options_of
+from lowp.optim.rules import Rule, SGDRule
+
+
+class SGD(LowPrecisionOptimizer):
+    """`torch.optim.SGD` for weights, momentum and updates in 16 bits or fewer.
+
+    With float32 weights, `update="nearest"` and `state="fp32"` (or None) it is torch's own, bit for bit.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as for `torch.optim.SGD`. Decay is added to the gradient.
+        update, state, state_scale, state_rounding, seed, nonfinite: see `LowPrecisionOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        update: str = "stochastic",
+        state: Any = None,
+        state_scale: str | None = None,
+        state_rounding: str | None = None,
+        seed: int = 0,
+        nonfinite: str = "raise",
+    ) -> None:
+        at_least("lr", lr)
+        at_least("momentum", momentum, 0.0, 1.0)
+        at_least("weight_decay", weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
+        }  # fmt: skip
+        super().__init__(params, defaults, options_of(update, state, state_scale, state_rounding, seed, nonfinite, maximize))
+
+    def rule(self, parameter: Tensor, group: dict[str, Any], name: str | None) -> Rule:
+        return SGDRule(group["momentum"] != 0, group["nesterov"], group["weight_decay"] != 0)
+
+    def plain_step(self, group: dict[str, Any], members: list[Tensor], gradients: list[Tensor]) -> bool:
+        if not members:
+            return True
+        states = [self.state[p] for p in members]
+        # torch begins the buffer with the gradient itself, which ours, of zeros, stands for.
+        buffers: list[Tensor | None] = (
+            [s["momentum_buffer"] if s["step"] > 1 else None for s in states] if group["momentum"] else []
+        )
+        sgd(
+            members, gradients, buffers, weight_decay=group["weight_decay"], momentum=group["momentum"], lr=group["lr"],
+            dampening=group["dampening"], nesterov=group["nesterov"], maximize=group["maximize"], has_sparse_grad=False,
+            foreach=None, fused=None,
+        )  # fmt: skip
+        for state, buffer in zip(states, buffers, strict=False):
+            if buffer is not state["momentum_buffer"]:
+                state["momentum_buffer"].copy_(buffer)
+        return True

@@ -1,0 +1,81 @@
+"""Whole and sharded parameters: which elements of a parameter this rank holds, and whom it shares it with.
+
+FSDP2 makes parameters DTensors, split along their first dimension. Noise is counted by the element's place in the whole parameter,
+and scales and norms are agreed among the ranks that hold shards, so that a sharded parameter takes the same steps as a whole one.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Is it a DTensor? (Asked without importing torch.distributed.tensor, which takes a while.)"""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One parameter on this rank."""
+
+    parameter: Any
+
+    @cached_property
+    def local(self) -> Tensor:
+        """This rank's part, sharing memory with the parameter."""
+        return self.part_of(self.parameter.detach())
+
+    def part_of(self, tensor: Any) -> Tensor:
+        if not is_sharded(tensor):
+            return tensor.detach()
+        part = tensor.to_local()
+        return part.wait() if hasattr(part, "wait") else part.detach()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.parameter.shape
+
+    @property
+    def elements(self) -> int:
+        return self.parameter.numel()
+
+    @cached_property
+    def offset(self) -> int:
+        """The place of this rank's first element in the whole parameter."""
+        if not is_sharded(self.parameter):
+            return 0
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = self.parameter.device_mesh, self.parameter.placements
+        _, offsets = compute_local_shape_and_global_offset(self.parameter.shape, mesh, placements)
+        row = self.parameter.shape[1:].numel() if self.parameter.dim() else 1
+        return offsets[0] * row if offsets else 0
+
+    @cached_property
+    def groups(self) -> tuple[Any, ...]:
+        """The process groups over which the parameter is split."""
+        if not is_sharded(self.parameter):
+            return ()
+        found = []
+        for dimension, placement in enumerate(self.parameter.placements):
+            if placement.is_shard(0):
+                found.append(self.parameter.device_mesh.get_group(dimension))
+            elif not placement.is_replicate():
+                raise ValueError(f"parameters may be sharded along their first dimension or replicated, not {placement}")
+        if len(found) > 1:
+            raise ValueError(f"parameters may be sharded along one dimension of the mesh, not {self.parameter.placements}")
+        return tuple(found)
+
+    def like(self, local: Tensor, shape: torch.Size) -> Tensor:
+        """A tensor of this rank's part (of a whole of `shape`, split along the first dimension as the parameter is)."""
+        if not is_sharded(self.parameter):
+            return local
+        from torch.distributed.tensor import DTensor
+
+        stride = torch.empty(shape, device="meta").stride()
+        mesh, placements = self.parameter.device_mesh, self.parameter.placements
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,235 @@
+"""One elementwise function over many tensors in one call: `ListFunction` is the function, `Lists` what it is applied to.
+
+A step of an optimizer touches hundreds of tensors, each with a few numbers of its own (a scale, a key for its noise). The function
+is written once, in torch operations on one tensor; it runs as
+
+- one C++ loop over all tensors on a CPU (cpp.py),
+- one Triton launch over all of them on CUDA (triton.py),
+- plain operations, tensor by tensor, where nothing can be compiled. The bits are the same.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowp.tensor import kernels
+from lowp.tensor.lists import cpp, triton
+from lowp.tensor.lists.trace import Element, trace
+from lowp.tensor.table import Table
+
+_CPU_CHUNK = 1 << 14  # elements: all arguments of a chunk fit into a core's cache
+_CUDA_CHUNK = 1 << 10
+LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip` holds is not below it
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of one launch: the tensor that each is of, its first element; how many elements a chunk of each tensor has."""
+
+    size: int
+    tensors: Any
+    starts: Any
+    sizes: Any
+
+
+def memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A dense tensor's memory as flat integers."""
+    flat = tensor.detach()
+    flat = flat.view(-1) if flat.is_contiguous() else flat.as_strided((flat.numel(),), (1,))
+    return flat.view(dtype)
+
+
+class Lists:
+    """The arguments: a row of dense tensors, laid out alike, for each tensor of the list, one for each element argument.
+
+    `widths` are the lengths of the tensors' blocks (which divide them); only functions that ask something of blocks need them.
+    Arrays are numpy's on a CPU and tensors on a device; they are made once.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Tensor]], widths: Sequence[int] | None = None) -> None:
+        self.rows = [list(row) for row in rows]
+        self.device = self.rows[0][0].device
+        self.lengths = [row[0].numel() for row in self.rows]
+        self.elements = sum(self.lengths)
+        self.widths = list(widths) if widths is not None else [max(length, 1) for length in self.lengths]
+        self._pointers = np.array([[x.data_ptr() for x in row] for row in self.rows], dtype=np.int64)
+        self._lengths, self._widths = (self._put(np.array(x, dtype=np.int64)) for x in (self.lengths, self.widths))
+        self._pointers_there: Any = None
+        self._chunks: dict[bool, list[Chunks]] = {}
+        self._room: dict[int, Tensor] = {}
+
+    def _put(self, array: np.ndarray) -> Any:
+        if self.device.type == "cpu":
+            return array
+        return torch.from_numpy(array.copy()).pin_memory().to(self.device, non_blocking=True)
+
+    def replace(self, column: int, tensors: Sequence[Tensor], pointers: list[int]) -> None:
+        """Other tensors for one argument: gradients live somewhere else in every step."""
+        for row, tensor in zip(self.rows, tensors, strict=True):
+            row[column] = tensor
+        if pointers != self._pointers[:, column].tolist():
+            self._pointers[:, column] = pointers
+            self._pointers_there = None
+
+    @property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """Pointers, lengths, widths."""
+        if self._pointers_there is None:
+            self._pointers_there = self._put(self._pointers)
+        return self._pointers_there, self._lengths, self._widths
+
+    @property
+    def aligned(self) -> bool:
+        return not (self._pointers % 16).any()
+
+    def room(self, reductions: int) -> Tensor:
+        """For reductions, int64 [reductions, tensors]; the next call with as many uses it again."""
+        if reductions not in self._room:
+            self._room[reductions] = torch.zeros((reductions, len(self.rows)), dtype=torch.int64, device=self.device)
+        return self._room[reductions].zero_()
+
+    def chunks(self, of_blocks: bool) -> list[Chunks]:
+        """One launch or, for blocks on CUDA, one for each power of two that their widths fit into."""
+        if of_blocks not in self._chunks:
+            self._chunks[of_blocks] = self._cut(of_blocks)
+        return self._chunks[of_blocks]
+
+    def _cut(self, of_blocks: bool) -> list[Chunks]:
+        everyone = range(len(self.rows))
+        if self.device.type == "cpu":
+            steps = [width * max(1, _CPU_CHUNK // width) if of_blocks else _CPU_CHUNK for width in self.widths]
+            return [self._starts(everyone, steps, 0)]
+        if not of_blocks:
+            return [self._starts(everyone, [_CUDA_CHUNK] * len(self.rows), _CUDA_CHUNK)]
+        sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
+        return [self._starts([i for i in everyone if sizes[i] == size], self.widths, size) for size in sorted(set(sizes))]
+
+    def _starts(self, members: Sequence[int], steps: Sequence[int], size: int) -> Chunks:
+        starts = [np.arange(0, self.lengths[i], steps[i], dtype=np.int64) for i in members]
+        tensors = [np.full(len(own), i, dtype=np.int32) for i, own in zip(members, starts, strict=True)]
+        cut = np.concatenate(tensors), np.concatenate(starts), np.array(steps, dtype=np.int64)
+        return Chunks(size, *(self._put(part) for part in cut))
+
+
+@dataclass(frozen=True, eq=False)
+class ListFunction:
+    """`function(*elements, numbers, scalars, tables)` gives what is written to the elements `writes`, then what is reduced.
+
+    Elements come as stored integers of shape [1, n], or [blocks, width] (and [blocks, 1] for those with one number a block).
+    `numbers` are a tensor's own (int32), `scalars` the call's (float32). Of the rest of the results the "max" (int32, not negative)
+    or the "sum" (int64) over each tensor is returned.
+    """
+
+    function: Callable[..., Sequence[Tensor]]
+    elements: tuple[Element, ...]
+    writes: tuple[int, ...]
+    numbers: int
+    scalars: int
+    tables: tuple[Table, ...] = ()
+    reductions: tuple[str, ...] = ()
+
+    @property
+    def of_blocks(self) -> bool:
+        return any(element.of_block for element in self.elements)
+
+    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None = None) -> Tensor:
+        """Apply to all. `numbers` is [numbers, tensors]. `skip` is one integer; if it is not below LIMIT, nothing happens.
+
+        Returns the reductions, int64 [reductions, tensors], in memory that the next call for these lists may use again.
+        """
+        if lists.elements == 0:
+            return lists.room(len(self.reductions))
+        watched = torch._C._len_torch_dispatch_stack() > 0  # an audit would see the plain operations' temporaries
+        kernel = kernels.built(self, lists.device, kernels.SMALL if watched else lists.elements, _build)
+        if kernel is None:
+            return self._plain(lists, numbers, scalars, skip)
+        return kernel(lists, numbers, scalars, skip)
+
+    def shaped(self, row: Sequence[Tensor], width: int) -> list[Tensor]:
+        """One tensor's arguments as the function takes them."""
+        shape = (-1, width) if self.of_blocks else (1, -1)
+        return [memory(x, e.dtype).view((-1, 1) if e.of_block else shape) for x, e in zip(row, self.elements, strict=True)]
+
+    def _plain(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None) -> Tensor:
+        shared = torch.tensor(scalars, dtype=torch.float32, device=lists.device)
+        tables = tuple(table.tensor(lists.device) for table in self.tables)
+        reduced = lists.room(len(self.reductions))
+        for i, (row, width) in enumerate(zip(lists.rows, lists.widths, strict=True)):
+            if row[0].numel() == 0:
+                continue
+            shaped = self.shaped(row, width)
+            results = self.function(*shaped, numbers[:, i], shared, tables)
+            for place, result in zip(self.writes, results, strict=False):
+                result = result.expand_as(shaped[place]).to(shaped[place].dtype)
+                shaped[place].copy_(result if skip is None else torch.where(skip.view(()) < LIMIT, result, shaped[place]))
+            for number, (kind, result) in enumerate(zip(self.reductions, results[len(self.writes) :], strict=True)):
+                reduced[number, i] = result.to(torch.int64).amax() if kind == "max" else result.sum(dtype=torch.int64)
+        return reduced
+
+
+def _build(what: ListFunction, device: torch.device) -> Callable[..., Tensor]:
+    tables = [table.tensor(device) for table in what.tables]
+    program = trace(what.function, what.elements, what.numbers, what.scalars, tables, device)
+    return (_CppKernel if device.type == "cpu" else _TritonKernel)(what, program, tables)
+
+
+class _CppKernel:
+    def __init__(self, what: ListFunction, program: Any, tables: list[Tensor]) -> None:
+        self._what = what
+        self._tables = tables
+        self._addresses = np.array([table.data_ptr() for table in tables], dtype=np.int64)
+        text = cpp.source(program, what.elements, what.writes, what.reductions, [table.dtype for table in tables])
+        self._run = cpp.build(text)
+
+    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None) -> Tensor:
+        reduced = lists.room(len(self._what.reductions))
+        if skip is not None and int(skip) >= LIMIT:
+            return reduced
+        (chunks,) = lists.chunks(self._what.of_blocks)
+        shared = np.array(scalars, dtype=np.float32)
+        pointers, lengths, widths = lists.arrays
+        parts = cpp.parts_of(len(chunks.starts), lists.elements)
+        rooms = [reduced] + [torch.zeros_like(reduced) for _ in range(parts - 1)]
+        own = (pointers, lengths, widths, numbers, shared, self._addresses, chunks.tensors, chunks.starts, chunks.sizes)
+        address = [x.data_ptr() if isinstance(x, Tensor) else x.ctypes.data for x in own]
+
+        def call(first: int, last: int, part: int) -> None:
+            room = rooms[part].data_ptr()
+            self._run(*address[:4], len(lists.rows), *address[4:6], room, *address[6:], first, last)
+
+        cpp.in_parallel(call, len(chunks.starts), parts)
+        for other in rooms[1:]:
+            for number, kind in enumerate(self._what.reductions):
+                mine = reduced[number]
+                torch.maximum(mine, other[number], out=mine) if kind == "max" else mine.add_(other[number])
+        return reduced
+
+
+class _TritonKernel:
+    def __init__(self, what: ListFunction, program: Any, tables: list[Tensor]) -> None:
+        self._what = what
+        self._tables = tables
+        self._places = list(program.scalars)
+        self._run = triton.build(triton.source(program, what.elements, what.writes, what.reductions, len(tables)))
+        self._nothing: dict[torch.device, Tensor] = {}
+
+    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None) -> Tensor:
+        reduced = lists.room(len(self._what.reductions))
+        if lists.device not in self._nothing:
+            self._nothing[lists.device] = torch.zeros(1, dtype=torch.int64, device=lists.device)
+        never = self._nothing[lists.device]
+        shared = [float(scalars[place]) for place in self._places]
+        target = reduced if self._what.reductions else never
+        with torch.cuda.device(lists.device):
+            for chunks in lists.chunks(self._what.of_blocks):
+                self._run[(chunks.tensors.numel(),)](
+                    *lists.arrays, numbers, len(lists.rows), *shared, *self._tables, target, never if skip is None else skip,
+                    LIMIT, chunks.tensors, chunks.starts, SIZE=chunks.size,
+                    ALIGNED=lists.aligned and not self._what.of_blocks, num_warps=min(8, max(1, chunks.size // 256)),
+                    enable_fp_fusion=False,
+                )  # fmt: skip
+        return reduced
