@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import lowp
-from lowp.health.allowances import _FUSED_ATTENTION, _STATISTICS, ALLOWANCES, Place, Sighting, parse_allowances
+from lowp.health.allowances import _FUSED_ATTENTION, _STATISTICS, ALLOWANCES, Sighting, parse_allowances
 from lowp.health.audit import ForbiddenTensor, audit
+from lowp.health.places import Place
 
 HALF = torch.float16
 
@@ -898,6 +899,7 @@ def test_wire_sums_are_those_of_lowp_wire():
     assert report.allowed["wire sums"] == (4, 48 + 48 + 16 + 16)
     error = caught_while(lambda: namespace["add"](half(3, 4)))
     assert error.line == line_of(test_wire_sums_are_those_of_lowp_wire, "error = caught_while")  # the user's, not lowp's
+    assert ", in lowp.wire, at " in str(error)
     with pytest.raises(ForbiddenTensor), audit(allow=["wire sums"]):
         namespace["add"](half(3, 4)).float()
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
+from lowp.health.eagerness import current_stance
 from lowp.health.statistics import measure, merge, sample, summary
-from lowp.health.watch import ROLES, current_stance, watch
+from lowp.health.watch import ROLES, watch
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NASTY = [0.0, -0.0, 1.0, -1.5, 2.0**-20, -(2.0**-24), 65504.0, -448.0, math.inf, -math.inf, math.nan]

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowp
-from lowp.optim.loss_scale import LossScale, LossScaleExhausted, _TimesPowerOfTwo
+from lowp.optim.layer_exponents import TimesPowerOfTwo
+from lowp.optim.loss_scale import LossScale, LossScaleExhausted
 from wire import ranks
 
 NAN, INF = math.nan, math.inf
@@ -100,7 +101,7 @@ def test_large_scales_of_small_fp16_gradients():
     """2^20 and 2^-30 are not FP16 numbers; some numbers times them are."""
     for factor, gradient in ((2.0**20, [2.0**-24, -3 * 2.0**-24, 1.0]), (2.0**-30, [-(2.0**15), 2.0**6, 3 * 2.0**5])):
         x = torch.zeros(3, dtype=torch.float16, requires_grad=True)
-        _TimesPowerOfTwo.apply(x, factor, 0).backward(torch.tensor(gradient, dtype=torch.float16))
+        TimesPowerOfTwo.apply(x, factor, 0).backward(torch.tensor(gradient, dtype=torch.float16))
         assert x.grad.tolist() == torch.tensor([g * factor for g in gradient], dtype=torch.float64).half().tolist()
 
 

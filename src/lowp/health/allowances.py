@@ -17,18 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp.health.places import Place
+
 _NESTED = (list, tuple)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an operation ran."""
-
-    module: str  # "layer1.0.conv1", "optimizer step (SGD)", or "" outside of them
-    phase: str  # "forward", "backward", "optimizer" or "other"
-    line: str  # "train.py:41"
-    node: str  # in backward, the autograd node: "ConvolutionBackward0"
-    lowp_parts: frozenset[str]  # the parts of lowp among the callers: {"wire", "tensor"}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowp.health.columns import aligned
 from lowp.health.statistics import named_tensors
 
 MEMORY_ROLES = ("weights", "gradients", "state", "buffers")
@@ -77,11 +78,7 @@ class Memory:
         rows.append(("total", "", *self._figures(self.total), f"{self.parameters:,} parameters"))
         if self.measured_peak is not None:
             rows.append(("measured peak", "", *self._figures(self.measured_peak), "activations included"))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        align = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
-        return "\n".join(
-            "  ".join(put(cell, width) for put, cell, width in zip(align, row, widths, strict=True)).rstrip() for row in rows
-        )
+        return "\n".join(aligned(rows, right=(2, 3)))
 
     def _figures(self, count: int) -> tuple[str, str]:
         return f"{count:,}", f"{count / max(self.parameters, 1):.3f}"

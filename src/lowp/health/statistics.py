@@ -2,8 +2,7 @@
 
 `measure` turns a tensor into one short float64 vector of counts and sums; vectors of several tensors are merged by `merge`,
 and only `summary`, later and on the host, divides them and takes logarithms. Counts stay below 2^53 and are exact. Nothing here
-asks the device for a value, so a training step that is measured does not wait for itself. A `Sample` is what one step left
-behind: vectors by layer and role, which travel to the host together and become records there.
+asks the device for a value, so a training step that is measured does not wait for itself.
 
 Exponents, zeros and non-finite numbers are read from bits. The rounding itself is `lowp.quantize`.
 """
@@ -11,8 +10,6 @@ Exponents, zeros and non-finite numbers are read from bits. The rounding itself 
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -228,120 +225,3 @@ def change_summary(sums: list[float]) -> dict[str, Any]:
         reason = "the optimizer intended no change" if intended == 0 else "the intended update is too large for float64"
         return {"lost_updates": None, "unchanged": None, "reason": reason}
     return {"lost_updates": 1 - arrived / intended, "unchanged": unchanged / wanted}
-
-
-@dataclass
-class Entry:
-    """What is known of one layer in one role: how many elements there were, and the figures of those looked at."""
-
-    elements: int
-    vector: Tensor
-    change: Tensor | None = None
-
-
-class Sample:
-    """The figures of one step."""
-
-    def __init__(self, step: int, most: int) -> None:
-        self._step, self._most = step, most
-        self._entries: dict[tuple[str, str, str], Entry] = {}
-        self._failures: dict[tuple[str, str, str | None], str] = {}
-        self._arrivals: list[tuple[list[tuple[str, str, str]], Tensor, Any]] = []
-
-    @property
-    def started(self) -> bool:
-        return bool(self._entries or self._failures)
-
-    def see(
-        self,
-        layer: str,
-        role: str,
-        fmt: AnyFormat | None,
-        tensor: Tensor,
-        elements: int | None = None,
-        change: Tensor | None = None,
-    ) -> None:
-        """Add a tensor, or a sample of one with so many `elements`, to the figures of its layer and role."""
-        key = layer, role, "fp64" if fmt is None else str(fmt)
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise TypeError("its numbers are not there to be seen inside torch.func transforms")
-        elements = local_part(tensor).numel() if elements is None else elements
-        # In its own format a number is what it is: there is nothing to round.
-        rounds_to = None if fmt == own_format(tensor.dtype.to_real()) else fmt
-        vector = measure(sample(tensor, self._most, fmt), rounds_to)
-        if (known := self._entries.get(key)) is not None:
-            elements, vector = elements + known.elements, merge(vector, known.vector)
-        self._entries[key] = Entry(elements, vector, change)
-
-    @contextmanager
-    def attempt(self, layer: str, role: str, fmt: AnyFormat | None = None) -> Iterator[None]:
-        """Whatever goes wrong inside becomes a record with its reason. Nobody's training ends because its health was taken."""
-        try:
-            yield
-        except Exception as error:
-            self.fail(layer, role, fmt, f"{type(error).__name__}: {error}")
-
-    def fail(self, layer: str, role: str, fmt: AnyFormat | None, reason: str) -> None:
-        self._failures[layer, role, None if fmt is None else str(fmt)] = reason
-
-    def send(self) -> None:
-        """Start the figures on their way to the host: one copy for each device, into pinned memory, without waiting."""
-        for device in {entry.vector.device for entry in self._entries.values()}:
-            keys = [key for key, entry in self._entries.items() if entry.vector.device == device]
-            none = torch.zeros(CHANGES, dtype=torch.float64, device=device)
-            rows = [self._entries[key] for key in keys]
-            figures = torch.stack([torch.cat([none if row.change is None else row.change, row.vector]) for row in rows])
-            arrived = torch.cuda.Event() if device.type == "cuda" else None
-            self._arrivals.append((keys, figures.to("cpu", non_blocking=True), arrived))
-            if arrived is not None:
-                arrived.record(torch.cuda.current_stream(device))
-
-    def records(self) -> list[dict[str, Any]]:
-        """The figures, once they have arrived, in the order in which the step made them."""
-        found = {}
-        for keys, figures, arrived in self._arrivals:
-            if arrived is not None:
-                arrived.synchronize()
-            found |= dict(zip(keys, figures.tolist(), strict=True))
-        records = []
-        for key, entry in self._entries.items():
-            change, vector = found[key][:CHANGES], found[key][CHANGES:]
-            changes = {} if entry.change is None else change_summary(change)
-            records.append(self._head(key) | {"elements": entry.elements} | summary(vector) | changes)
-        for key, reason in self._failures.items():
-            changes = {"lost_updates": None, "unchanged": None} if key[1] == "updates" else {}
-            records.append(self._head(key) | changes | {"reason": reason})
-        return records
-
-    def _head(self, key: tuple[str, str, str | None]) -> dict[str, Any]:
-        return {"step": self._step} | dict(zip(("layer", "role", "format"), key, strict=True))
-
-
-COLUMNS = ("layer", "role", "format", "underflow", "overflow", "nonfinite", "sqnr_db", "lost_updates", "unchanged", "largest")
-
-
-def table(records: list[dict[str, Any]], rows: int) -> str:
-    """Records as text, the worst first: non-finite numbers, then whatever loses the largest share, then the lowest SQNR."""
-    if not records:
-        return "no step has been sampled yet"
-
-    def goodness(record: dict[str, Any]) -> tuple[bool, float, float]:
-        shares = [record.get(name) or 0.0 for name in ("underflow", "overflow", "lost_updates")]
-        decibels = record.get("sqnr_db")
-        return not record.get("nonfinite"), -max(shares), math.inf if decibels is None else decibels
-
-    worst = sorted(records, key=goodness)[:rows]
-    cells = [COLUMNS, *([_cell(name, record.get(name)) for name in COLUMNS] for record in worst)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    reasons = dict.fromkeys(f"{record['role']}: {record['reason']}" for record in worst if "reason" in record)
-    hidden = len(records) - len(worst)
-    return "\n".join([f"step {records[0]['step']}", *lines, *([f"and {hidden} more"] if hidden else []), *reasons])
-
-
-def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if name in ("underflow", "overflow", "lost_updates", "unchanged"):
-        return f"{value:.2%}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -12,11 +12,8 @@ somebody asks. Between samples a step costs one call of an empty hook.
 """
 
 import copy
-import json
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,10 @@ from torch.optim import Optimizer
 
 from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
-from lowp.health.statistics import Sample, local_part, measure_change, named_tensors, own_format, table
+from lowp.health.eagerness import Eagerness
+from lowp.health.intent import Intent, intended_updates, look
+from lowp.health.samples import Log, Sample, table
+from lowp.health.statistics import local_part, measure_change, named_tensors, own_format
 from lowp.health.statistics import sample as sample_of
 
 ROLES = ("weights", "activations", "gradients", "updates", "states")
@@ -100,59 +100,6 @@ def _formats(choice: FormatChoice) -> dict[str, AnyFormat]:
         _check_roles(choice)
         return {role: parse_format(chosen) for role, chosen in choice.items()}
     return dict.fromkeys(ROLES, parse_format(choice))
-
-
-class Log:
-    """Samples that wait for their figures to reach the host, then records: the newest in memory, all in the file."""
-
-    def __init__(self, path: Path | None, keep: int) -> None:
-        self.path = path
-        self.samples: deque[list[dict[str, Any]]] = deque(maxlen=keep)
-        self.waiting: list[Sample] = []
-        if path is not None:
-            path.touch()  # a folder that does not exist is said now, not after a hundred steps
-
-    def write(self) -> None:
-        """Turn waiting samples into records; on CUDA this waits until their figures have arrived."""
-        waiting, self.waiting = self.waiting, []
-        for sample in waiting:
-            records = sample.records()
-            self.samples.append(records)
-            if self.path is not None:
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
-
-
-class Eagerness:
-    """Compiled code runs eagerly between `enter` and `leave`; then the stance that the user had comes back.
-
-    Stances are a stack only as long as everybody leaves in order, and others (an audit, say) may enter during a sample and
-    leave after it. Theirs is not taken away from under them; but when it ends it brings back ours, which by then has become a
-    copy of the one before it.
-    """
-
-    def __init__(self) -> None:
-        self._stance: Any = None
-
-    def enter(self) -> None:
-        if self._stance is None:
-            self._stance = torch.compiler.set_stance("force_eager")
-
-    def leave(self) -> None:
-        if self._stance is None:
-            return
-        ours, before = self._stance.stance, self._stance.prev
-        if current_stance() is ours:
-            self._stance.__exit__(None, None, None)
-        vars(ours).update(vars(before))
-        self._stance = None
-
-
-def current_stance() -> Any:
-    """The compiler's stance, which torch tells only to those who set another."""
-    probe: Any = torch.compiler.set_stance("default")
-    probe.__exit__(None, None, None)
-    return probe.prev
 
 
 class LayerHook:
@@ -320,7 +267,7 @@ class Watch:
                 fmt = self._formats[role] if role in self._formats else own_format(tensor.dtype.to_real())
                 self._sample.see(layer, role, fmt, tensor)
 
-    def _intended(self, closure: bool) -> dict[str, tuple[Tensor, "Intent | str"]]:
+    def _intended(self, closure: bool) -> dict[str, tuple[Tensor, Intent | str]]:
         """What the optimizer is about to do to each of its parameters that has a gradient, or why that is not known."""
         optimizer = self._optimizer
         moving = [p for group in optimizer.param_groups for p in group["params"] if closure or p.grad is not None]
@@ -357,79 +304,3 @@ def _has_arguments(args: tuple, kwargs: dict) -> bool:
 def _finish(log: Log, eagerly: Eagerness) -> None:
     eagerly.leave()
     log.write()
-
-
-@dataclass
-class Intent:
-    """What an optimizer is about to do to a parameter, and the parameter before it: samples of the same elements."""
-
-    update: Tensor
-    weight: Tensor
-    bits: Tensor
-
-
-def look(optimizer: Optimizer, parameter: Tensor, most: int, fmt: AnyFormat | None) -> tuple[Tensor, Tensor]:
-    """A sample of a weight as it is now: in float64, with what the optimizer keeps beside it against rounding; and its bits."""
-    full_weight = getattr(optimizer, "full_weight", None)
-    stored = sample_of(parameter, most, fmt)
-    weight = stored if full_weight is None else sample_of(full_weight(parameter), most, fmt)
-    return weight.to(torch.float64, copy=True), stored.clone().view(_INTEGERS[stored.dtype.itemsize])
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def intended_updates(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter and the update that its gradient and state call for, before rounding to the weights' dtype.
-
-    An optimizer of lowp says so itself. Of any other, a copy takes the step in float64: float32 would lose, beside a large
-    weight, the very updates that are to be found lost. torch's own optimizers treat every parameter by itself, so theirs are
-    copied one by one, in little memory; in others parameters may depend on each other, and the copy has all of them.
-    """
-    say = getattr(optimizer, "intended_update", None)
-    if say is not None:
-        yield from ((parameter, say(parameter)) for parameter in parameters)
-    elif type(optimizer).__module__.startswith("torch.optim."):
-        for parameter in parameters:
-            yield from _step_in_float64(optimizer, [parameter])
-    elif parameters:
-        yield from _step_in_float64(optimizer, parameters)
-
-
-def _step_in_float64(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Let a copy of the optimizer, in float64 and with these parameters only, take its step.
-
-    `deepcopy` is told beforehand what becomes of each parameter, of each tensor of their states and of the optimizer itself, so
-    that no reference in the copy, wherever the class may keep one, leads back to the user's numbers.
-    """
-    wide = {parameter: _widened(parameter) for parameter in parameters}
-    chosen = set(parameters)
-    attributes = {name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks") and name != "step"}
-    attributes["param_groups"] = [
-        group | {"params": [p for p in group["params"] if p in chosen]} for group in optimizer.param_groups
-    ]
-    state = optimizer.state.items()
-    attributes["state"] = defaultdict(dict, {key: kept for key, kept in state if not isinstance(key, Tensor) or key in chosen})
-    shadow = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {id(optimizer): shadow} | {id(parameter): copied for parameter, copied in wide.items()}
-    for name, tensor in named_tensors({str(number): kept for number, kept in enumerate(attributes["state"].values())}):
-        if tensor.is_floating_point() and not name.endswith(".step"):  # fused kernels count steps in float32
-            memo[id(tensor)] = tensor.detach().to(torch.float64, copy=True)
-    vars(shadow).update(copy.deepcopy(attributes, memo))
-    vars(shadow).update({name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")})
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):  # hooks on all optimizers of the process do not mean this one
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    devices = {parameter.device for parameter in parameters if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices):  # noise that the copy draws is not missing later
-        step(shadow)
-    for parameter, copied in wide.items():
-        yield parameter, copied.detach() - parameter.detach()
-
-
-def _widened(parameter: Tensor) -> Tensor:
-    dtype = torch.complex128 if parameter.is_complex() else torch.float64
-    copied = parameter.detach().to(dtype, copy=True).requires_grad_(parameter.requires_grad)
-    if parameter.grad is not None:
-        copied.grad = parameter.grad.detach().to(dtype, copy=True)
-    return copied

@@ -16,8 +16,8 @@ class AdamW(LowPrecisionOptimizer):
     With float32 weights, `update="nearest"` and `state="fp32"` (or None) it is torch's own, bit for bit.
 
     Args:
-        params, lr, betas, eps, weight_decay, maximize: as for `torch.optim.AdamW` (there is no amsgrad). Decay goes through the same
-            rounding as the rest of the update: in 16 bits it would be lost otherwise.
+        params, lr, betas, eps, weight_decay, maximize: as for `torch.optim.AdamW` (there is no amsgrad). Decay goes through the
+            same rounding as the rest of the update: in 16 bits it would be lost otherwise.
         update, state, state_scale, state_rounding, seed, nonfinite: see `LowPrecisionOptimizer`.
     """
 

@@ -1,12 +1,13 @@
 """What a saved state must look like to be loaded. Everything is looked at before anything is changed."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowp.optim.kernels import Layout
 from lowp.optim.sharding import is_sharded
+from lowp.optim.storing import begin
 
 _OWN = ("update", "state", "seed")
 
@@ -26,17 +27,15 @@ def check_groups(saved: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any
             raise ValueError(
                 f"the parameters have changed: group {place} had {len(theirs['params'])} of them, now {len(ours['params'])}"
             )
-        names = theirs.get("param_names"), ours.get("param_names")
-        if None not in names and names[0] != names[1]:
-            gone = [name for name in names[0] if name not in names[1]] or names[0]
-            new = [name for name in names[1] if name not in names[0]] or names[1]
+        was, now = theirs.get("param_names"), ours.get("param_names")
+        if was and now and was != now:
+            gone = [name for name in was if name not in now] or was
+            new = [name for name in now if name not in was] or now
             raise ValueError(f"the parameters of group {place} have changed: saved {gone[0]!r}, now {new[0]!r}")
     return found
 
 
-def check_states(
-    saved: dict[str, Any], wanted: list[list[tuple[str, Tensor, Any]]], begin: Callable[[Tensor, Any], dict[str, Any]]
-) -> list[tuple[Tensor, dict[str, Any]]]:
+def check_states(saved: dict[str, Any], wanted: list[list[tuple[str, Tensor, Layout]]]) -> list[tuple[Tensor, dict[str, Any]]]:
     """Each parameter's saved state, copied; a clear error for what is missing or of another shape or format."""
     found = []
     states = saved["state"]

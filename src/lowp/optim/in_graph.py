@@ -1,8 +1,8 @@
 """A step inside somebody's `torch.compile`: one opaque call in the graph.
 
-The kernels of a step are compiled already, so there is nothing to gain from tracing it, and much to lose: every new learning rate
-would be another constant of the graph. The graph sees that parameters are written to; everything else (learning rate, step count,
-states) is read from the optimizer when the call is made.
+The kernels of a step are compiled already, so there is nothing to gain from tracing it, and much to lose: every new learning
+rate would be another constant of the graph. The graph sees that parameters are written to; everything else (learning rate, step
+count, states) is read from the optimizer when the call is made.
 """
 
 import weakref

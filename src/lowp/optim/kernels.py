@@ -12,6 +12,7 @@ Numbers of each tensor (int32; floats as their bits), by column:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +126,7 @@ def measure(layout: Layout) -> ListFunction:
     """
     weights = measures_weights(layout.rule)
 
-    def function(*arguments: Tensor) -> list[Tensor]:
+    def function(*arguments: Any) -> list[Tensor]:
         *elements, numbers, _, _ = arguments
         gradient = numbers_of(elements[1], layout.gradient) * _float(numbers[0])
         found = [gradient.abs().view(torch.int32)]
@@ -148,7 +149,7 @@ def _step(layout: Layout, elements: Sequence[Tensor], numbers: Tensor, s: Tensor
 def measure_step(layout: Layout) -> ListFunction:
     """The largest |step| of each tensor (LAMB), as the bits of float32."""
 
-    def function(*arguments: Tensor) -> list[Tensor]:
+    def function(*arguments: Any) -> list[Tensor]:
         *elements, numbers, s, tables = arguments
         return [_step(layout, elements, numbers, s, tables).abs().view(torch.int32)]
 
@@ -161,12 +162,12 @@ def measure_step(layout: Layout) -> ListFunction:
 def square(layout: Layout) -> ListFunction:
     """Sums of squares of weights and steps, exactly.
 
-    Each number is brought below one by a power of two, squared, and counted in units so small that the sum of the whole tensor just
-    fits into 63 bits. Integers have no order of additions: threads, chips and shards agree to the last bit, and nothing can
-    overflow or underflow, as sums of squares in FP16 do from |x| = 256 up and 0.0002 down.
+    Each number is brought below one by a power of two, squared, and counted in units so small that the sum of the whole tensor
+    just fits into 63 bits. Integers have no order of additions: threads, chips and shards agree to the last bit, and nothing
+    can overflow or underflow, as sums of squares in FP16 do from |x| = 256 up and 0.0002 down.
     """
 
-    def function(*arguments: Tensor) -> list[Tensor]:
+    def function(*arguments: Any) -> list[Tensor]:
         *elements, numbers, s, tables = arguments
         column = layout.norm_column
         both = layout.weight(elements), _step(layout, elements, numbers, s, tables)
@@ -202,7 +203,7 @@ def update(layout: Layout) -> ListFunction:
     """The step itself."""
     drawing = [i for i, state in enumerate(layout.states) if state.stochastic]
 
-    def function(*arguments: Tensor) -> list[Tensor]:
+    def function(*arguments: Any) -> list[Tensor]:
         *elements, numbers, s, tables = arguments
         weight, change, new = direction(layout, elements, numbers, s, tables)
         noise: list[Tensor] = []

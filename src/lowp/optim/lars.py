@@ -18,8 +18,8 @@ class LARS(LowPrecisionOptimizer):
     Args:
         params, lr, momentum, weight_decay, nesterov: as usual.
         trust: the trust coefficient.
-        exclude: which parameters take `lr` itself and do not decay: None for all of one dimension (biases, norms), a function of the
-            parameter, or a list of name patterns (give `model.named_parameters()` then).
+        exclude: which parameters take `lr` itself and do not decay: None for all of one dimension (biases, norms), a function
+            of the parameter, or a list of name patterns (give `model.named_parameters()` then).
         clip: never more than `lr` (LARC).
         update, state, state_scale, state_rounding, seed, nonfinite: see `LowPrecisionOptimizer`.
     """

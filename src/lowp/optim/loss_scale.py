@@ -14,28 +14,22 @@ One step:
 Dividing by the scale must not happen in FP16, where it would lose what was saved. lowp's optimizers divide in float32
 registers. Any other optimizer gets gradients that were divided in place: exact in float32, lossy in FP16.
 
-`per_layer` adds an exponent k to every layer: the gradient of its output is multiplied by 2^k as it enters and that of its
-input by 2^-k as it leaves, so the layer's weight gradients are 2^k larger and the errors between layers are as before. One
-global scale has to suit the largest gradient of the whole model; this one suits each. The way out can underflow where the way
-in did not; without the exponent the same value would have underflowed too, so for k >= 0 no more is lost than one rounding
-among the subnormals. (k < 0, which gives up small errors, happens only when a layer overflowed by itself at k = 0.)
+`per_layer` adds an exponent to every layer (layer_exponents.py), since one scale has to suit the largest gradient of the whole
+model.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from lowp.tensor.carrier import F64
+from lowp.optim.layer_exponents import NO_GRADIENT, Layer, LayerExponents, TimesPowerOfTwo, check_saved_layers
+from lowp.tensor.carrier import CARRIERS, F64
 
 FP16_LIMIT = 2.0**15  # the largest power of two in FP16: a scale above it makes the gradient of an FP16 loss infinite
-NO_GRADIENT = -1  # in the place of a gradient's largest magnitude, whose bits are never negative
 
 
 class LossScaleExhausted(FloatingPointError):
@@ -109,12 +103,12 @@ class LossScale:
         self._model, self._group = model, group
         self._fp16_loss = False
         self._loss_scaled = False  # since the last step
-        self._layers = LayerExponents(model) if kind == "per_layer" and model is not None else None
+        self._layers = LayerExponents(model if kind == "per_layer" else None)
 
     @property
     def exponents(self) -> dict[str, int]:
         """The exponents of the layers, by name: their gradients carry `value * 2^k`. Tied layers share the first one's."""
-        return {layer.name: layer.exponent for layer in self._layers.all} if self._layers else {}
+        return {layer.name: layer.exponent for layer in self._layers.all}
 
     def scale(self, loss: Tensor) -> Tensor:
         """The same loss, of any shape, whose gradient is multiplied by the scale. Call it for every loss of a step."""
@@ -125,9 +119,9 @@ class LossScale:
         if loss.dtype == torch.float16 and not self._fp16_loss:
             self._limit_to_fp16()
         self._loss_scaled = True
-        if self._layers is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self._layers.check_uses(loss)
-        return _TimesPowerOfTwo.apply(loss, self.value, 0)  # type: ignore[return-value]
+        return TimesPowerOfTwo.apply(loss, self.value, 0)  # type: ignore[return-value]
 
     def step(self, *optimizers: Any) -> bool:
         """Step the optimizers with unscaled gradients, unless one gradient of one of them is not finite on some rank.
@@ -152,7 +146,7 @@ class LossScale:
                 "a loss was scaled, but no parameter has a gradient: the wire left the step out, or backward failed"
             )
             return False
-        exponents = self._layers.applied(called) if self._layers else None
+        exponents = self._layers.applied(called)
         for optimizer in optimizers:
             _step(optimizer, self.value, exponents)
         self._clean(largest, called)
@@ -164,11 +158,10 @@ class LossScale:
 
     def remove(self) -> None:
         """Take the hooks of "per_layer" off the model, between steps. What is left is "dynamic"."""
-        if self._layers is not None:
-            self._layers.remove()
+        self._layers.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        layers = {layer.name: [layer.exponent, layer.ceiling] for layer in self._layers.all} if self._layers else {}
+        layers = {layer.name: [layer.exponent, layer.ceiling] for layer in self._layers.all}
         counts = {"skipped": self.skipped, "skipped_in_a_row": self._skipped_in_a_row, "clean_steps": self._clean_steps}
         return {"kind": self.kind, "scale": self.value, **counts, "layers": layers}
 
@@ -186,10 +179,10 @@ class LossScale:
                 f"the saved scale {value} is not between {self._minimum} and {self._maximum}, as this one was told"
             )
         counts = [_count(f"the saved {name}", saved[name], 0) for name in ("skipped", "skipped_in_a_row", "clean_steps")]
-        layers = _check_layers(saved["layers"], own["layers"])
+        layers = check_saved_layers(saved["layers"], own["layers"])
         self.value, self._loss_scaled, self._fp16_loss = value, False, False
         self.skipped, self._skipped_in_a_row, self._clean_steps = counts
-        for layer in self._layers.all if self._layers else ():
+        for layer in self._layers.all:
             layer.exponent, layer.ceiling = layers[layer.name]
 
     def _limit_to_fp16(self) -> None:
@@ -201,26 +194,25 @@ class LossScale:
 
     def _agree(self, parameters: Sequence[Tensor]) -> tuple[dict[Tensor, int], list[int]]:
         """Every gradient's largest magnitude on any rank (as bits, see below), and which layers were called by any."""
-        called = [layer.called for layer in self._layers.all] if self._layers else []
+        called = [layer.called for layer in self._layers.all]
         numbers = _numbers_to_agree_on(parameters, called)
         if self._group is not False and dist.is_available() and dist.is_initialized():
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
         agreed = numbers.tolist()
         return dict(zip(parameters, agreed, strict=False)), agreed[len(parameters) :]
 
-    def _to_blame(self, bad: Sequence[Tensor], largest: dict[Tensor, int]) -> "list[Layer]":
+    def _to_blame(self, bad: Sequence[Tensor], largest: dict[Tensor, int]) -> list[Layer]:
         """Layers that overflowed by themselves. None did if the scale has just grown: exponents do not rise in that step."""
         just_grown = self._clean_steps == self._skipped_in_a_row == 0
-        return [] if self._layers is None or just_grown else self._layers.to_blame(bad, largest)
+        return [] if just_grown else self._layers.to_blame(bad, largest)
 
-    def _leave_out(self, culprit: str, layers: "Sequence[Layer]" = ()) -> None:
+    def _leave_out(self, culprit: str, layers: Sequence[Layer] = ()) -> None:
         """Count a step that was not applied, and lower the layers that overflowed by themselves, or else the scale."""
         self.skipped += 1
         self._skipped_in_a_row += 1
         self._clean_steps = 0
         self._loss_scaled = False
-        if self._layers is not None:
-            self._layers.forget_calls()
+        self._layers.forget_calls()
         for layer in layers:
             layer.lower()
         if layers:
@@ -240,18 +232,15 @@ class LossScale:
             self._clean_steps = 0
             limit = min(self._maximum, FP16_LIMIT) if self._fp16_loss else self._maximum
             self._change(min(limit, self.value * self._growth))
-            if self._layers is not None:
-                self._layers.raise_ceilings(1)
-        elif self._layers is not None:
+            self._layers.raise_ceilings(1)
+        else:
             self._layers.adapt(largest, called)
-        if self._layers is not None:
-            self._layers.forget_calls()
+        self._layers.forget_calls()
 
     def _change(self, value: float) -> None:
         """Set the scale. What layers carry on top gives way, so that growth does not push those at their ceiling over it."""
-        if self._layers is not None:
-            powers = math.frexp(value / self.value)[1] - 1
-            self._layers.raise_ceilings(-powers)
+        powers = math.frexp(value / self.value)[1] - 1
+        self._layers.raise_ceilings(-powers)
         self.value = value
 
 
@@ -271,11 +260,26 @@ def _numbers_to_agree_on(parameters: Sequence[Tensor], flags: Sequence[bool]) ->
             if gradient.numel():
                 together.setdefault((gradient.device, gradient.dtype), []).append((i, gradient))
     for members in together.values():
-        largest = torch.stack(torch._foreach_norm([gradient for _, gradient in members], math.inf)).double()
-        bits = (largest.view(torch.int64) & F64.magnitude).to(device)  # a NaN may have a sign
+        largest = torch.stack(torch._foreach_norm([gradient for _, gradient in members], math.inf))
+        bits = _float64_bits(largest).to(device)
         for (i, _), own in zip(members, bits.unbind(), strict=True):
             numbers[i] = own
     return torch.stack([*numbers, *(one if flag else zero for flag in flags)])
+
+
+def _float64_bits(numbers: Tensor) -> Tensor:
+    """The bits of magnitudes as float64 would have them, in integers: a 16-bit model makes no wider tensor, not even here."""
+    own = CARRIERS[numbers.dtype]
+    if numbers.dtype == torch.float64:
+        return numbers.view(torch.int64) & F64.magnitude  # a NaN may have a sign
+    bits = numbers.view(own.storage).to(torch.int64) & own.magnitude
+    wider = F64.fraction_bits - own.fraction_bits
+    normal = (bits << wider) + (F64.bias - own.bias << F64.fraction_bits)
+    top = sum((bits >> bit).clamp(max=1) for bit in range(1, own.fraction_bits))  # where a subnormal number's first bit is
+    exponent = top + (F64.bias + own.min_exponent - own.fraction_bits - 1)
+    subnormal = torch.where(bits == 0, bits, (exponent << F64.fraction_bits) + (bits << (F64.fraction_bits - top)))
+    special = F64.infinity + (bits - own.infinity << wider)
+    return torch.where(bits >= own.infinity, special, torch.where(bits >> own.fraction_bits == 0, subnormal, normal))
 
 
 def _elements(gradient: Tensor) -> Tensor:
@@ -286,12 +290,12 @@ def _elements(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def _step(optimizer: Any, scale: float, exponents: dict[Tensor, int] | None) -> None:
+def _step(optimizer: Any, scale: float, exponents: dict[Tensor, int]) -> None:
     """Step with gradients divided by the scale and 2^exponent: by the optimizer, if it can, else in place before."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    scales = {parameter: scale * 2.0 ** (exponents or {}).get(parameter, 0) for parameter in parameters}
+    scales = {parameter: scale * 2.0 ** exponents.get(parameter, 0) for parameter in parameters}
     if getattr(optimizer, "takes_gradient_scale", False):
-        optimizer.step(gradient_scale=scale if exponents is None else scales)
+        optimizer.step(gradient_scale=scales if exponents else scale)
         return
     for divisor in set(scales.values()):
         gradients = [_elements(p.grad) for p, own in scales.items() if own == divisor and p.grad is not None]
@@ -334,216 +338,3 @@ def _count(name: str, value: Any, least: int = 1) -> int:
     if type(value) is not int or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
     return value
-
-
-class _TimesPowerOfTwo(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by `factor`. `boundary` is n on leaving layer n forward, -n on entering it.
-
-    Torch multiplies by a Python number in float32 registers whatever the tensor's dtype, so that 2^16 and 2^-30 are no problem
-    in FP16. The result is an alias, not a view: the next layer may change it in place (ReLU(inplace=True)), which views that
-    come from a Function do not allow.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, factor: float, boundary: int) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, ctx.factor, ctx.boundary = inputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return (gradient if ctx.factor == 1 else gradient * ctx.factor), None, None
-
-
-@dataclass(eq=False)
-class Layer:
-    """A leaf module, or several that share a parameter, with one exponent.
-
-    The exponent follows the largest gradient: below 2^8 it rises, above 2^12 it falls (not below 0), four powers a step at
-    most. FP16's top is then 2^3 away, and values 2^-32 times the largest are kept. A gradient of zeros has underflowed, or the
-    layer is idle, which cannot be told apart: the exponent rises slowly, and not so far that waking up would cost many steps.
-    A layer can overflow although its weight gradients are small, if its input is; the ceiling remembers that, and rises when
-    the scale would.
-    """
-
-    LOW, HIGH, STEP, BLIND, FLOOR, CEILING = 8, 12, 4, 16, -16, 32
-
-    name: str
-    modules: list[nn.Module]
-    # 2^k and 2^-k, kept as floats: Dynamo makes floats that change symbolic, but would compile anew for every int k in 2.0**k.
-    factor: float = 1.0
-    inverse: float = 1.0
-    ceiling: int = CEILING
-    called: bool = False  # since the last step, with gradients
-
-    @property
-    def exponent(self) -> int:
-        return math.frexp(self.factor)[1] - 1
-
-    @exponent.setter
-    def exponent(self, exponent: int) -> None:
-        self.factor, self.inverse = 2.0**exponent, 2.0**-exponent
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Looked up each time: sharding and casting a model replace its parameters."""
-        return (parameter for module in self.modules for parameter in module.parameters(recurse=False))
-
-    def follow(self, exponent_of_max: int | None) -> None:
-        """Adapt to the largest gradient of a step; None is a gradient of zeros."""
-        if exponent_of_max is None:
-            if self.exponent < self.BLIND:
-                self.exponent = min(self.ceiling, self.exponent + 1)
-        elif exponent_of_max < self.LOW:
-            self.exponent = min(self.ceiling, self.exponent + min(self.STEP, self.LOW - exponent_of_max))
-        elif exponent_of_max > self.HIGH and self.exponent > 0:
-            self.exponent = max(0, self.exponent - min(self.STEP, exponent_of_max - self.HIGH))
-
-    def lower(self) -> None:
-        """Down by a step, and no higher for now. Below 0 only from 0, since that costs small errors on their way through."""
-        self.exponent = self.ceiling = max(0 if self.exponent > 0 else self.FLOOR, self.exponent - self.STEP)
-
-
-class LayerExponents:
-    """The layers of a model, in its order, and the hooks that apply their exponents.
-
-    A parameter's gradient carries its layer's exponent only if it is used by the layer's forward alone. Layers that are never
-    called (the output projection of nn.MultiheadAttention) count as 0; those that are called *and* reached into are refused
-    by `check_uses`, which walks the first step's graph.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.all = _find_layers(model)
-        self._unchecked = True
-        self._hooks: list[Any] = []
-        for number, layer in enumerate(self.all, 1):
-            for module in layer.modules:
-                before, after = _hooks(layer, number)
-                self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(after))
-
-    def applied(self, called: Sequence[int]) -> dict[Tensor, int]:
-        """The exponent that each parameter's gradient carries."""
-        pairs = zip(self.all, called, strict=True)
-        return {parameter: layer.exponent for layer, was_called in pairs if was_called for parameter in layer.parameters()}
-
-    def adapt(self, largest: dict[Tensor, int], called: Sequence[int]) -> None:
-        for layer, was_called in zip(self.all, called, strict=True):
-            bits = max((largest.get(parameter, NO_GRADIENT) for parameter in layer.parameters()), default=NO_GRADIENT)
-            if was_called and bits != NO_GRADIENT:
-                layer.follow((bits >> F64.fraction_bits) - F64.bias if bits else None)
-
-    def raise_ceilings(self, powers: int) -> None:
-        """Or lower them, and the exponents with them (but not below 0: what a layer can bear is more than nothing)."""
-        for layer in self.all:
-            layer.ceiling = max(layer.FLOOR, min(layer.CEILING, layer.ceiling + powers))
-            if layer.exponent > 0:
-                layer.exponent = max(0, layer.exponent + min(powers, 0))
-            layer.ceiling = max(layer.ceiling, layer.exponent)
-
-    def to_blame(self, bad: Sequence[Tensor], largest: dict[Tensor, int]) -> list[Layer]:
-        """The layers whose exponents are too high, or none if the errors between the layers overflowed.
-
-        Suspect is the layer of the non-finite parameter nearest to the loss. It is to blame if its exponent is above 0, or if a
-        parameter nearer to the input is finite: the errors that passed were finite too, so the layer's own sum was not.
-        Non-finite layers at their ceiling go down with it: they may be next, and every one would cost a step.
-        """
-        nearest = bad[-1]
-        suspect = next((layer for layer in self.all if any(nearest is own for own in layer.parameters())), None)
-        if suspect is None or suspect.exponent <= suspect.FLOOR:
-            return []
-        own = set(suspect.parameters())
-        before = itertools.takewhile(lambda item: item[0] is not nearest, largest.items())
-        passed = any(NO_GRADIENT < bits < F64.infinity for parameter, bits in before if parameter not in own)
-        if suspect.exponent <= 0 and not passed:
-            return []
-        high = [layer for layer in self.all if layer.exponent == layer.ceiling > 0 and set(layer.parameters()) & set(bad)]
-        return [suspect, *(layer for layer in high if layer is not suspect)]
-
-    def forget_calls(self) -> None:
-        for layer in self.all:
-            layer.called = False
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self.all = []
-
-    def check_uses(self, loss: Tensor) -> None:
-        """Refuse, once, a parameter that is used outside of its layer's forward: its gradient would have no one scale.
-
-        Walks from the loss. `inside` is the layer whose output was passed and whose input was not.
-        """
-        if not self._unchecked:
-            return
-        self._unchecked = False
-        called = [(number, layer) for number, layer in enumerate(self.all, 1) if layer.called]
-        owner = {parameter: number for number, layer in called for parameter in layer.parameters()}
-        stack: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
-        seen: set[tuple[Any, int]] = set()
-        while stack:
-            node, inside = stack.pop()
-            if node is None or (node, inside) in seen or "CompiledFunction" in node.name():  # what is compiled has no nodes
-                continue
-            seen.add((node, inside))
-            parameter = getattr(node, "variable", None)
-            if parameter is not None and owner.get(parameter, inside) != inside:
-                name, shape = self.all[owner[parameter] - 1].name, tuple(parameter.shape)
-                raise ValueError(
-                    f"the parameter of {name!r} of shape {shape} is used outside of that layer's forward, so its gradient has "
-                    'no one scale: call the layer, or use LossScale("dynamic")'
-                )
-            if node.name() == "_TimesPowerOfTwoBackward":
-                inside = max(node.boundary, 0)
-            stack.extend((following, inside) for following, _ in node.next_functions)
-
-
-def _hooks(layer: Layer, number: int) -> tuple[Callable, Callable]:
-    """What is done to a layer's inputs and outputs, in whatever tuples and dicts they come."""
-
-    def times(values: Any, factor: float, boundary: int) -> Any:
-        def wrap(x: Tensor) -> Any:
-            return _TimesPowerOfTwo.apply(x, factor, boundary) if x.requires_grad else x
-
-        return tree_map_only(Tensor, wrap, values)
-
-    def before(module: nn.Module, inputs: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        return times((inputs, named), layer.inverse, -number) if torch.is_grad_enabled() else None
-
-    def after(module: nn.Module, inputs: tuple, outputs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return None
-        layer.called = True
-        return times(outputs, layer.factor, number)
-
-    return before, after
-
-
-def _find_layers(model: nn.Module) -> list[Layer]:
-    """Modules with parameters to train and without submodules that have any; those that share a parameter are one layer."""
-    layers: list[Layer] = []
-    for name, module in model.named_modules():
-        own = set(module.parameters(recurse=False))
-        has_submodules = any(True for child in module.children() for _ in child.parameters())
-        if has_submodules or not any(parameter.requires_grad for parameter in own):
-            continue
-        tied = [layer for layer in layers if own & set(layer.parameters())]
-        joined = Layer(tied[0].name if tied else name or "model", [*(m for layer in tied for m in layer.modules), module])
-        layers = [layer for layer in layers if layer not in tied] + [joined]
-    return layers
-
-
-def _check_layers(saved: Any, own: dict[str, list[int]]) -> dict[str, list[int]]:
-    if not isinstance(saved, dict) or saved.keys() != own.keys():
-        different = sorted(map(str, set(saved) ^ set(own))) if isinstance(saved, dict) else [type(saved).__name__]
-        raise ValueError(f"the saved exponents are not for this model's layers; they differ in {', '.join(different[:5])}")
-    for name, pair in saved.items():
-        whole = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(number) is int for number in pair)
-        if not whole or not Layer.FLOOR <= pair[0] <= pair[1] <= Layer.CEILING:
-            raise ValueError(
-                f"layer {name!r}: an exponent and its ceiling between {Layer.FLOOR} and {Layer.CEILING}, not {pair}"
-            )
-    return saved

@@ -1,6 +1,7 @@
 """What all optimizers share: parameters, states, a step that happens whole or not at all, checkpoints.
 
-A step looks at all gradients before it changes anything. On a CPU a gradient that is not finite raises at once. On CUDA nobody waits
+A step looks at all gradients before it changes anything. On a CPU a gradient that is not finite raises at once. On CUDA nobody
+waits
 for the device: the kernels themselves leave everything as it is, and the error comes with the next step (or `check`).
 """
 
@@ -11,28 +12,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowp.formats import format as parse_format
 from lowp.optim import scales
 from lowp.optim.checkpoint import check_groups, check_states
-from lowp.optim.family import Family, Member, Step, in_shape_of
+from lowp.optim.family import Family, Member, Step
 from lowp.optim.in_graph import register, step_in_graph
-from lowp.optim.kernels import Layout, power_of_two
-from lowp.optim.rounding import (
-    FORMATS,
-    UPDATES,
-    Stored,
-    Update,
-    block_width,
-    scale_of_compensation,
-    state_of,
-    with_scale,
-)  # fmt: skip
-from lowp.optim.rules import Average, Rule
+from lowp.optim.kernels import Layout
+from lowp.optim.rounding import FORMATS, UPDATES, scale_of_compensation
+from lowp.optim.rules import Rule
 from lowp.optim.sharding import Placement, is_sharded
+from lowp.optim.storing import LONGEST_BLOCK, begin, block_width, decoded, layout_for
 from lowp.tensor.errors import NonFiniteGradient
-from lowp.tensor.lists.function import LIMIT, memory
+from lowp.tensor.lists.function import LIMIT
 
-LONGEST_BLOCK = 256
 GradientScale = float | Mapping[Tensor, float]
 
 
@@ -41,10 +32,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     Args that all of them take, beside those of `torch.optim`:
         update: how weights take their updates: "stochastic", "kahan" (16 more bits a weight) or "nearest".
-        state: the format of states: "fp16", "bf16", "e4m3fn", "dynamic8", "posit16" ..., or a dict by state. None: as the weights.
-        state_scale: "tensor" or "block" (256 elements of a row, or what divides it): what shares a power of two. None: blocks for
-            formats under 16 bits. (Vectors and small matrices have one scale, and keep states in the weights' dtype instead of
-            narrower ones.)
+        state: the format of states: "fp16", "bf16", "e4m3fn", "dynamic8", "posit16" ..., or a dict by state. None: as the
+            weights.
+        state_scale: "tensor" or "block" (256 elements of a row, or what divides it): what shares a power of two. None: blocks
+            for formats under 16 bits. (Vectors and small matrices have one scale, and keep states in the weights' dtype instead
+            of narrower ones.)
         state_rounding: "nearest" or "stochastic". None: stochastic for averages that move by less than the format resolves.
         seed: of the noise. It is keyed by (seed, step, number of the parameter, place of the element).
         nonfinite: "raise" NonFiniteGradient, with nothing changed, or "propagate" (no check).
@@ -60,12 +52,13 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"unknown {name}={value!r}; it is one of {', '.join(allowed)}")
         self._families: dict[int, list[Family]] | None = None
         self._pending: list[Any] = []
+        self._flag: Tensor | None = None  # in pinned memory
         super().__init__(params, {**defaults, **options})
         self._handle = register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._families, self._pending = None, []
+        self._families, self._pending, self._flag = None, [], None
         self._handle = register(self)
 
     # What an optimizer is made of.
@@ -98,8 +91,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"{name} is {parameter.dtype}; weights are float16, bfloat16 or float32")
             if parameter.dtype == torch.float32 and group["update"] != "nearest":
                 raise TypeError(
-                    f"{name} is float32, and update={group['update']!r} is for 16-bit weights: convert the model (model.half() or "
-                    "model.bfloat16()), or say update='nearest'"
+                    f"{name} is float32, and update={group['update']!r} is for 16-bit weights: convert the model "
+                    "(model.half() or model.bfloat16()), or say update='nearest'"
                 )
             if Placement(parameter).groups is None or parameter.numel() > 1 << 30:
                 raise ValueError(f"{name} has {parameter.numel()} elements; up to 2^30 are supported")
@@ -114,7 +107,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return f"parameter {own!r}" if own is not None else f"parameter {i} of group {place}, of shape {shape},"
 
     def excluded(self, parameter: Tensor, name: str | None, exclude: Any) -> bool:
-        """Biases and norms (everything of one dimension) unless told otherwise: a function of the parameter, or name patterns."""
+        """Biases and norms (everything of one dimension) unless told otherwise: a function of the parameter, or name
+        patterns."""
         if exclude is None:
             return parameter.dim() <= 1
         if callable(exclude):
@@ -126,59 +120,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     # How things are stored.
 
     def _layout(self, parameter: Tensor, group: dict[str, Any], name: str | None, gradient: torch.dtype) -> Layout:
-        rule = self.rule(parameter, group, name)
-        averages = rule.averages(group)
-        states = tuple(
-            self._stored(parameter, group, state, average) for state, average in zip(rule.states, averages, strict=True)
-        )
-        return Layout(rule, Update(group["update"], parameter.dtype), gradient, states)
-
-    def _stored(self, parameter: Tensor, group: dict[str, Any], name: str, average: Average) -> Stored:
-        asked = group["state"]
-        if isinstance(asked, Mapping):
-            unknown = asked.keys() - set(self.rule(parameter, group, None).states)
-            if unknown:
-                raise ValueError(f"state= names {', '.join(sorted(unknown))}, which this optimizer does not have")
-            asked = asked.get(name)
-        own = FORMATS[parameter.dtype]
-        fmt = own if asked is None else parse_format(asked)
-        scale = group["state_scale"] or ("block" if fmt.bits < 16 else "tensor")
-        if scale not in ("tensor", "block"):
-            raise ValueError(f"unknown state_scale={scale!r}; it is 'tensor' or 'block'")
-        rounding = group["state_rounding"]
-        if rounding not in (None, "nearest", "stochastic"):
-            raise ValueError(f"unknown state_rounding={rounding!r}; it is 'nearest' or 'stochastic'")
-        resolved = 2.0 ** -(getattr(fmt, "mantissa_bits", 0) + 1)
-        if rounding is None:
-            coarse = 1.0 - average.decay < 16 * resolved
-            rounding = "stochastic" if coarse and group["update"] != "nearest" else "nearest"
-        stored = state_of(fmt, rounding, scale, name in self.roots, average.decay, name)
-        if stored.scale == "block" and block_width(parameter.shape, LONGEST_BLOCK) == 0:
-            stored = with_scale(stored, "tensor")
-            if fmt.bits < 16:
-                stored = state_of(
-                    own, "nearest" if own.bits == 32 else rounding, "tensor", name in self.roots, average.decay, name
-                )
-        return stored
-
-    def _begin(self, parameter: Tensor, layout: Layout) -> dict[str, Any]:
-        """A parameter's states before its first step."""
-        placement = Placement(parameter)
-        local = placement.local
-        if not _is_dense(local):
-            raise ValueError(f"a parameter of shape {tuple(local.shape)} and strides {local.stride()} is not dense")
-        state: dict[str, Any] = {"step": 0}
-        for name, stored in zip(layout.rule.states, layout.states, strict=True):
-            state[name] = placement.like(torch.zeros_like(local, dtype=stored.dtype), parameter.shape)
-            if stored.scale == "tensor":
-                state[f"{name}_bound"] = torch.tensor(scales.UNKNOWN, dtype=torch.int32, device=local.device)
-            elif stored.scale == "block":
-                per_row = parameter.shape[1:].numel() // block_width(parameter.shape, LONGEST_BLOCK)
-                rows = torch.full((local.shape[0], per_row), -126, dtype=torch.int8, device=local.device)
-                state[f"{name}_exponents"] = placement.like(rows, torch.Size((parameter.shape[0], per_row)))
-        if layout.update.compensated:
-            state["compensation"] = placement.like(torch.zeros_like(local), parameter.shape)
-        return state
+        return layout_for(parameter, group, self.rule(parameter, group, name), self.roots, gradient)
 
     def _gather(self) -> dict[int, list[Family]]:
         """All parameters that have gradients, by group and layout; states are begun where there are none."""
@@ -193,7 +135,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                     dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype
                     layout = self._layout(parameter, group, self._own_name(group, i), dtype)
                     if not self.state.get(parameter):
-                        self.state[parameter] = self._begin(parameter, layout)
+                        self.state[parameter] = begin(parameter, layout)
                     member = self._member(parameter, layout, number)
                     alike.setdefault((layout, member.placement.groups, member.placement.local.device), []).append(member)
                 number += 1
@@ -252,7 +194,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         worst = self._measure(steps, plain)
         for group, parameters in plain:
             units = [1.0 / _scale_of(gradient_scale, p) for p in parameters]
-            gradients = [p.grad if unit == 1 else p.grad * unit for p, unit in zip(parameters, units, strict=True)]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
             for p in parameters:
                 self.state[p]["step"] += 1
             self.plain_step(group, parameters, gradients)
@@ -304,7 +247,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             chosen = each.choose(tuple(places))
             call = torch.tensor(scales.constants(rule.averages(group), group["seed"], step), dtype=torch.int32).view(-1, 1)
             if each.device.type != "cpu":
-                call = call.pin_memory().to(each.device, non_blocking=True)
+                call = call.to(each.device, non_blocking=True)
             units = [sign / _scale_of(gradient_scale, member.parameter) for member in chosen.members]
             found.append(Step(chosen, call, rule.scalars(group, step), units))
         return found
@@ -320,8 +263,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """On CUDA: look at the flag when the next step comes, by which time it has long been there."""
         if worst.device.type == "cpu" or self.defaults["nonfinite"] == "propagate":
             return
-        flag = torch.empty((), dtype=torch.int64, pin_memory=True)
-        flag.copy_(worst, non_blocking=True)
+        flag = self._flag = torch.empty((), dtype=torch.int64, pin_memory=True) if self._flag is None else self._flag
+        flag.copy_(worst, non_blocking=True)  # nobody else reads it: `check` has waited for the last one
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(worst.device))
         self._pending = [(flag, event, steps)]
@@ -369,7 +312,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             for each in members:
                 for i, member in enumerate(each.members):
                     if member.parameter is parameter:
-                        return _decoded(each, i)
+                        return decoded(member, each.layout, each.bounds[:, i])
         return {}
 
     # Checkpoints.
@@ -396,34 +339,12 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             ]
             for place, group in enumerate(groups)
         ]
-        loaded = check_states(state_dict, wanted, self._begin)
+        loaded = check_states(state_dict, wanted)
         for ours, group in zip(self.param_groups, groups, strict=True):
             ours.update(group)
         self.state.clear()
         self.state.update(loaded)
         self._families, self._pending = None, []
-
-
-def _decoded(each: Family, i: int) -> dict[str, Tensor]:
-    member, layout = each.members[i], each.layout
-    found = {}
-    for k, (name, stored) in enumerate(zip(layout.rule.states, layout.states, strict=True)):
-        codes = memory(member.rest[k], stored.storage)
-        unit: Tensor | None = None
-        if stored.scale == "tensor":
-            shift = scales.stored_shift(each.bounds[layout.scaled.index(k), i], stored.top)
-            unit = power_of_two(-shift)
-        elif stored.scale == "block":
-            exponents = member.rest[layout.exponents(k) - 2].reshape(-1, 1).to(torch.int32)
-            unit = power_of_two(exponents - stored.top)
-            codes = codes.view(-1, member.width)
-        tables = tuple(table.tensor(codes.device) for table in stored.tables)
-        found[name] = in_shape_of(stored.read(codes, unit, tables), member.placement.local)
-    return found
-
-
-def _is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
 def _scale_of(gradient_scale: GradientScale, parameter: Tensor) -> float:
@@ -445,7 +366,13 @@ def _check_gradient(member: Member) -> None:
 
 
 def options_of(
-    update: str, state: Any, state_scale: str | None, state_rounding: str | None, seed: int, nonfinite: str, maximize: bool
+    update: str,
+    state: Any,
+    state_scale: str | None,
+    state_rounding: str | None,
+    seed: int,
+    nonfinite: str,
+    maximize: bool,
 ) -> dict[str, Any]:
     """The arguments that all optimizers share, as they are kept in groups."""
     return {

@@ -5,25 +5,28 @@
     stochastic  weight = round(exact), up or down at random        so that the mean is exact: small updates survive on average
     kahan       weight = round(exact + lost), lost = what rounding took away    kept in a second number of 16 bits
 
-Decay is part of the update, so it is not lost either. A number that Kahan's compensation `lost` can hold is at most half a unit of
-the weight: it is stored multiplied by 2^(mantissa bits + 1), which brings it to the weight's own range, so that FP16 can hold it.
+Decay is part of the update, so it is not lost either. A number that Kahan's compensation `lost` can hold is at most half a unit
+of
+the weight: it is stored multiplied by 2^(mantissa bits + 1), which brings it to the weight's own range, so that FP16 can hold
+it.
 
-A state is stored in a format, multiplied by a power of two of its own: one for the tensor, or one for each block of a row. Numbers
+A state is stored in a format, multiplied by a power of two of its own: one for the tensor, or one for each block of a row.
+Numbers
 that sit under a square root never become zero: they keep at least the format's smallest number, or a weight whose gradients are
 small beside its neighbours' would be moved by m / eps.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat, BlockFormat
+from lowp.formats import AnyFormat
 from lowp.formats.base import Format
 from lowp.formats.floats import BF16, FP16, FP32
 from lowp.formats.posit import PositFormat
-from lowp.tensor.carrier import F32, carrier_for
 from lowp.tensor.core import Decode, Encode, code_dtype, code_storage, decode_operation, encode_operation
 from lowp.tensor.table import Table
 
@@ -31,7 +34,6 @@ UPDATES = ("stochastic", "kahan", "nearest")
 DTYPES: dict[AnyFormat, torch.dtype] = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16}
 FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
 _STORAGE = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
-_SHORTEST = 32  # elements of a block
 
 
 def storage_of(dtype: torch.dtype) -> torch.dtype:
@@ -47,6 +49,28 @@ def numbers_of(stored: Tensor, dtype: torch.dtype) -> Tensor:
 def stored_of(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Float32 numbers as stored bits, rounded to nearest."""
     return numbers.to(dtype).view(storage_of(dtype))
+
+
+def stochastic_half(numbers: Tensor, noise: Tensor, positive: bool) -> Tensor:
+    """Float32 numbers as stored float16 bits, rounded stochastically: the bits of `encode`, in half as many operations.
+
+    1. What float16 has no place for is 13 bits of a normal number, and one more for each binade below its smallest normal one.
+    2. Noise of as many bits is added, and they are cut off. A carry into the exponent is the next power of two, as it should
+    be. 3. Below the smallest subnormal number (2^-24) it is that or zero, by the share of it that is covered. 4. The chip's own
+    conversion is exact now, or infinite.
+
+    `positive`: numbers are at least 2^-24, and finite; then there is no sign and no third step.
+    """
+    bits = numbers.view(torch.int32)
+    magnitude = bits if positive else (bits & 0x7FFFFFFF).clamp(max=0x7FC00000)
+    field = magnitude >> 23
+    dropped = (126 - field).clamp(13, 23)
+    cut = (magnitude + (noise >> (30 - dropped))) & (torch.full_like(dropped, -1) << dropped)
+    if not positive:
+        covered = (magnitude.view(torch.float32) * 2.0**54).to(torch.int32)
+        smallest = torch.where(noise > ((1 << 30) - 1) - covered, torch.full_like(cut, 103 << 23), torch.zeros_like(cut))
+        cut = torch.where(field < 103, smallest, cut) | (bits & ~0x7FFFFFFF)
+    return stored_of(cut.view(torch.float32), torch.float16)
 
 
 def scale_of_compensation(dtype: torch.dtype) -> float:
@@ -77,7 +101,11 @@ class Update:
     def apply(self, weight: Tensor, update: Tensor, lost: Tensor | None, noise: Tensor | None) -> tuple[Tensor, ...]:
         """The stored weight and, for Kahan, the stored compensation. `lost` is the stored one before."""
         if self.stochastic:
-            return (self._encode.codes((weight + update).view(torch.int32), noise, ()),)
+            assert noise is not None
+            exact = weight + update
+            if self.dtype == torch.float16:
+                return (stochastic_half(exact, noise, positive=False),)
+            return (self._encode.codes(exact.view(torch.int32), noise, ()),)
         if not self.compensated:
             return (stored_of(weight + update, self.dtype),)
         assert lost is not None
@@ -115,7 +143,7 @@ class Stored:
         """States are scaled to stay below 2^top. One binade is left, so that rounding up cannot leave the format."""
         if isinstance(self.format, PositFormat):
             return 0  # posits are finest around one
-        return F32_exponent(self.format.max) - 1
+        return exponent_below(self.format.max) - 1
 
     @cached_property
     def _encode(self) -> Encode:
@@ -145,52 +173,12 @@ class Stored:
             numbers = numbers.clamp(min=self.format.smallest)
         if self.format in DTYPES and not self.stochastic:
             return stored_of(numbers, self.dtype)
+        if self.dtype == torch.float16:
+            assert noise is not None
+            return stochastic_half(numbers, noise, self.positive)
         return self._encode.codes(numbers.view(torch.int32), noise, tables[: len(self._encode.tables)])
 
 
-def F32_exponent(number: float) -> int:  # noqa: N802
+def exponent_below(number: float) -> int:
     """The exponent of the largest power of two that is not above a number."""
-    import math
-
     return math.frexp(number)[1] - 1
-
-
-def state_of(format: AnyFormat, rounding: str, scale: str, positive: bool, decay: float, name: str) -> Stored:
-    """A `Stored`, or a clear error for what cannot hold a state."""
-    if isinstance(format, BlockFormat):
-        raise ValueError(f"state format {format}: blocks are made here; give the element format and state_scale='block'")
-    if not format.signed:
-        raise ValueError(f"state format {format} has no sign, and {name} needs one")
-    if format.bits < 8:
-        raise ValueError(f"state format {format} is too narrow: {name} needs at least 8 bits")
-    if format.bits > 16 and format != FP32:
-        raise ValueError(f"state format {format} has {format.bits} bits: states are kept in up to 16, or in fp32")
-    if carrier_for(format, torch.float32) is not F32:
-        raise ValueError(f"state format {format} reaches beyond float32, in which updates are computed")
-    range_of = F32_exponent(format.max) - F32_exponent(format.smallest)
-    if positive and range_of < 12:
-        raise ValueError(
-            f"state format {format} is too narrow: it spans {range_of} powers of two, and {name}, which holds squares, needs 12"
-        )
-    return Stored(format, rounding if format != FP32 else "nearest", "none" if format == FP32 else scale, positive)
-
-
-def block_width(shape: torch.Size, longest: int) -> int:
-    """The length of blocks of one scale: the largest divisor of a row (what is under the first dimension) up to `longest`.
-
-    Blocks do not cross rows, so that a parameter sharded by rows has the same blocks as the whole one. Rows without such a
-    divisor are one block. 0: too small to be worth it (vectors; and what is short has one scale for the tensor).
-    """
-    if len(shape) < 2:
-        return 0
-    row = shape[1:].numel()
-    if row < _SHORTEST or shape.numel() < 4096:
-        return 0
-    divisor = next(width for width in range(min(longest, row), 0, -1) if row % width == 0)
-    if divisor >= _SHORTEST:
-        return divisor
-    return row if row <= 4096 else 0
-
-
-def with_scale(stored: Stored, scale: str) -> Stored:
-    return replace(stored, scale=scale)

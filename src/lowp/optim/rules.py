@@ -1,8 +1,9 @@
 """The arithmetic of each optimizer, on float32 numbers: what is added to a weight, and what its states become.
 
 A rule is a frozen description with one function, `direction`, written in additions, multiplications, divisions and square roots
-only, each rounded by itself: so a CPU and a GPU compute the same bits. It runs inside a kernel, in registers, and on whole tensors
-(`Optimizer.intended_update`). How weights and states are rounded afterwards is no business of a rule's: see rounding.py.
+only, each rounded by itself: so a CPU and a GPU compute the same bits. It runs inside a kernel, in registers, and on whole
+tensors (`Optimizer.intended_update`). How weights and states are rounded afterwards is no business of a rule's: see
+rounding.py.
 
 `s` are the call's scalars, in the order of `scalars`. Norms, for LARS and LAMB, come as a `Norms`.
 """
@@ -18,6 +19,9 @@ from torch import Tensor
 def root(x: Tensor) -> Tensor:
     """The correctly rounded square root of float32 numbers, which torch.sqrt on a CPU is not. Kernels use one instruction."""
     return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+
+
+Direction = tuple[Tensor, list[Tensor]]  # what is added to the weight, and the new states
 
 
 class Norms(NamedTuple):
@@ -80,7 +84,8 @@ class SGDRule:
 
 @dataclass(frozen=True)
 class AdamWRule:
-    """`m += (1 - b1)(g - m); v = b2 v + (1 - b2) g^2; w -= lr (wd w + m^ / (sqrt(v^) + eps))`, with m^ and v^ corrected for bias."""
+    """`m += (1 - b1)(g - m); v = b2 v + (1 - b2) g^2; w -= lr (wd w + m^ / (sqrt(v^) + eps))`, with m^ and v^ corrected for
+    bias."""
 
     needs_norms = False
     scalar_count = 7
@@ -173,7 +178,8 @@ class LAMBRule:
         decay = 0.0 if self.excluded else group["weight_decay"]
         return [1.0 - beta1, beta2, 1.0 - beta2, 1.0 / corrected2, group["eps"], 1.0 / corrected1, decay, -group["lr"]]
 
-    averages = AdamWRule.averages
+    def averages(self, group: dict[str, Any]) -> tuple[Average, ...]:
+        return AdamWRule().averages(group)
 
     def step(self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor) -> tuple[Tensor, list[Tensor]]:
         """r, whose norm is asked for before anything is updated."""

@@ -5,13 +5,15 @@ bounds it: with M a bound on the state and G one on what comes in,
 
     decay M + (1 - decay) G  <=  max(M, G),      and  <=  M (1 + decay) / 2  where G <= M / 2.
 
-The bound is kept as its logarithm, in 65536ths of a power of two: it follows a falling gradient at the state's own pace, is within
-a few powers of two of the truth, needs no look at the state, and, being integers, is the same on every chip and on every shard.
+The bound is kept as its logarithm, in 65536ths of a power of two: it follows a falling gradient at the state's own pace, is
+within a few powers of two of the truth, needs no look at the state, and, being integers, is the same on every chip and on every
+shard.
 """
 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,14 +100,14 @@ class Columns:
         return len(self.names) + len(self.layout.scaled) + column
 
 
-def _function(layout: Layout, write: "dict[str, bool]") -> ListFunction:
+def _function(layout: Layout, write: dict[str, bool]) -> ListFunction:
     """`open`: keys, units, present scales, and what brings weights below one; `step`: the same for LAMB's step; `close`: new
     bounds and scales, norms."""
     columns = Columns(layout)
     tops = [layout.states[i].top for i in layout.scaled]
     targets: list[int] = []
 
-    def function(*arguments: Tensor) -> list[Tensor]:
+    def function(*arguments: Any) -> list[Tensor]:
         *elements, call, _, _ = arguments
         have = dict(zip(columns.names, elements, strict=False))
         bounds = [elements[columns.bound(i)] for i in range(len(tops))]

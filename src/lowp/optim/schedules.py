@@ -1,4 +1,5 @@
-"""Learning rates over time, as the papers have them. Each returns a `torch.optim.lr_scheduler.LambdaLR`, whose `step()` counts steps.
+"""Learning rates over time, as the papers have them. Each returns a `torch.optim.lr_scheduler.LambdaLR`, whose `step()` counts
+steps.
 
 >>> schedule = poly(optimizer, steps=1000, power=2, warmup=50)
 """
@@ -22,6 +23,9 @@ def warmup(optimizer: Optimizer, steps: int, start: float = 0.0, then: Callable[
     return LambdaLR(optimizer, factor)
 
 
+_warm_up = warmup  # for functions with an argument of that name
+
+
 def poly(optimizer: Optimizer, steps: int, power: float = 2.0, warmup: int = 0, start: float = 0.0) -> LambdaLR:
     """`lr * (1 - t)^power` from the warm-up's end (t = 0) to `steps` (t = 1)."""
     if not 0 <= warmup < steps:
@@ -30,7 +34,7 @@ def poly(optimizer: Optimizer, steps: int, power: float = 2.0, warmup: int = 0, 
     def after(step: int) -> float:
         return (1 - min(1.0, max(0, step - warmup) / (steps - warmup))) ** power
 
-    return globals()["warmup"](optimizer, warmup, start, after)
+    return _warm_up(optimizer, warmup, start, after)
 
 
 def piecewise_linear(optimizer: Optimizer, steps: Sequence[float], factors: Sequence[float]) -> LambdaLR:
@@ -55,4 +59,4 @@ def piecewise_constant(
     optimizer: Optimizer, steps: Sequence[int], factor: float = 0.1, warmup: int = 0, start: float = 0.0
 ) -> LambdaLR:
     """Times `factor` at each of `steps`, after a warm-up: ResNet's schedule."""
-    return globals()["warmup"](optimizer, warmup, start, lambda step: factor ** bisect_right(steps, step))
+    return _warm_up(optimizer, warmup, start, lambda step: factor ** bisect_right(steps, step))

@@ -15,7 +15,8 @@ class SGD(LowPrecisionOptimizer):
     With float32 weights, `update="nearest"` and `state="fp32"` (or None) it is torch's own, bit for bit.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as for `torch.optim.SGD`. Decay is added to the gradient.
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as for `torch.optim.SGD`. Decay is added to the
+            gradient.
         update, state, state_scale, state_rounding, seed, nonfinite: see `LowPrecisionOptimizer`.
     """
 
@@ -63,6 +64,6 @@ class SGD(LowPrecisionOptimizer):
             foreach=None, fused=None,
         )  # fmt: skip
         for state, buffer in zip(states, buffers, strict=False):
-            if buffer is not state["momentum_buffer"]:
+            if buffer is not None and buffer is not state["momentum_buffer"]:
                 state["momentum_buffer"].copy_(buffer)
         return True

@@ -1,7 +1,8 @@
 """Whole and sharded parameters: which elements of a parameter this rank holds, and whom it shares it with.
 
-FSDP2 makes parameters DTensors, split along their first dimension. Noise is counted by the element's place in the whole parameter,
-and scales and norms are agreed among the ranks that hold shards, so that a sharded parameter takes the same steps as a whole one.
+FSDP2 makes parameters DTensors, split along their first dimension. Noise is counted by the element's place in the whole
+parameter, and scales and norms are agreed among the ranks that hold shards, so that a sharded parameter takes the same steps as
+a whole one.
 """
 
 from dataclasses import dataclass

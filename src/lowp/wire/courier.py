@@ -3,32 +3,38 @@
 One thread, one queue, buckets in order. (A second collective started from a future's callback hangs or mismatches on gloo as
 soon as there are several buckets.) On CUDA there is no thread: nothing here waits for the device, and a side stream keeps the
 order.
+
+Whoever watches the operations of the thread that sends a bucket (`lowp.audit`, say) also sees what is done to it here: the
+sender's dispatch modes travel with the bucket.
 """
 
 import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import BucketExchange
-from lowp.wire.faults import CollectiveError, explain
+from lowp.wire.faults import CollectiveError, blames_this_rank, explain
 from lowp.wire.pump import Pump
 from lowp.wire.report import Meter
 
 
 @dataclass
 class Parcel:
-    """A bucket to carry. `arrived` is called when it is done, or has failed."""
+    """A bucket to carry. `arrived` is called when it is done, or has failed. `modes` are the sender's, noted by `send`."""
 
     exchange: BucketExchange
     meter: Meter
     name: str
     arrived: Callable[[], None]
+    modes: tuple[TorchDispatchMode, ...] = ()
 
 
 class Courier:
@@ -36,7 +42,7 @@ class Courier:
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator = communicator
-        self.error: CollectiveError | None = None
+        self.error: Exception | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._open: list[Parcel] = []
@@ -52,6 +58,7 @@ class Courier:
         elif self._stream is not None:
             self._carry_on_stream(parcel)
         else:
+            parcel.modes = _watching_modes()
             self._parcels.put(parcel)
 
     def _carry_on_stream(self, parcel: Parcel) -> None:
@@ -82,11 +89,20 @@ class Courier:
                 if parcel is not None:
                     self._open.append(parcel)
                     parcel.exchange.start(pump)
-                pump.turn()
+                self._turn(pump)
                 self._hand_over()
             except Exception as error:
                 self._fail(error, self._open[0].name if self._open else "a bucket", pump)
                 return
+
+    def _turn(self, pump: Pump) -> None:
+        """A turn of the pump, seen by whoever watches one of the buckets that are open: it may bring any of them further."""
+        modes = dict.fromkeys(mode for parcel in self._open for mode in parcel.modes)
+        if modes:
+            with _inside(modes):
+                pump.turn()
+        else:
+            pump.turn()
 
     def _hand_over(self) -> None:
         """Tell whom it concerns that a bucket has arrived."""
@@ -95,10 +111,18 @@ class Courier:
             parcel.arrived()
 
     def _fail(self, error: Exception, name: str, pump: Pump) -> None:
-        """Nobody waits for ever: everything that was on its way arrives, and the step raises the error."""
+        """Nobody waits for ever: everything that was on its way arrives, and the step raises the error.
+
+        That is a CollectiveError, unless it was this rank's own work that failed: then the user sees the error itself.
+        """
         try:
-            self.error = explain(error, name, pump.waiting_for, self._communicator.group)
-            self.error.__cause__ = error
+            explained = explain(error, name, pump.waiting_for, self._communicator.group)
+            if blames_this_rank(error):
+                error.add_note(f"lowp: {name} on rank {self._communicator.rank} ended with this; no gradient is sent any more")
+                self.error = error
+            else:
+                explained.__cause__ = error
+                self.error = explained
         except Exception as second:  # the process is being taken down around us
             self.error = CollectiveError(f"{name} failed: {error} (and calling the roll: {second})")
         pump.drop()
@@ -125,6 +149,27 @@ class Courier:
         """At the interpreter's end: do not let gloo wait for a timeout."""
         if self._open:
             self._communicator.close(failed=True)
+
+
+def _watching_modes() -> tuple[TorchDispatchMode, ...]:
+    """The dispatch modes of this thread, outermost first, without those that a compiler works in (fake tensors, say)."""
+    return tuple(mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode())
+
+
+@contextmanager
+def _inside(modes: Collection[TorchDispatchMode]) -> Iterator[None]:
+    """Enter modes on this thread alone.
+
+    `with mode:` would also set torch's flag "in a mode", which all threads share; where the sender leaves before us, we would
+    set it again on our way out, for ever, and torch.compile would not compile any more.
+    """
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
 
 
 _couriers: "weakref.WeakSet[Courier]" = weakref.WeakSet()

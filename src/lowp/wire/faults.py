@@ -1,9 +1,9 @@
 """When a rank dies or hangs: say which, stop waiting, leave nothing behind.
 
 gloo reports a lost connection at once, or a timeout when the group's timeout is over, in words that name no rank. So the
-survivors call the roll through the store: each writes its name, and whose name is missing is the one. Then the group is
-*poisoned*: a receive with a timeout of a millisecond closes the connection to each peer, which ends everything else that
-waits there (gloo has no abort).
+survivors call the roll through the store: each writes its name, and whose name is missing is the one. (A rank that is alive,
+but whose own work failed, writes why.) Then the group is *poisoned*: a receive with a timeout of a millisecond closes the
+connection to each peer, which ends everything else that waits there (gloo has no abort).
 """
 
 import threading
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 ROLL_CALL_SECONDS = 3.0
+HERE = "here"  # the answer of a rank that has nothing else to say
 _POISON_TAG = (1 << 31) - 1
 
 
@@ -34,37 +35,52 @@ def explain(error: BaseException, doing: str, waiting_for: str, group: Any, ours
     """
     if ours:
         poison(group)
-    missing, store = roll_call(group)
-    if store:
-        who = store
-    elif missing:
-        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not answer the roll call"
-    else:
-        who = "all ranks answered the roll call: one of them was too slow, or failed and told the others"
     reason = str(error).strip().split("\n")[0]
+    answers, store = roll_call(group, f"{type(error).__name__}: {reason}" if blames_this_rank(error) else HERE)
+    missing = [] if store else [rank for rank in range(dist.get_world_size(group)) if rank not in answers]
+    raised = [f"rank {rank} raised {answer}" for rank, answer in sorted(answers.items()) if answer != HERE]
+    if raised:
+        why = "; ".join(raised)
+    elif store:
+        why = f"{store} ({reason})"
+    elif missing:
+        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        why = f"{who} did not answer the roll call ({reason})"
+    else:
+        why = f"all ranks answered the roll call: one of them was too slow, or failed and told the others ({reason})"
     where = f" while {waiting_for}" if waiting_for else ""
-    return CollectiveError(f"{doing} failed on rank {dist.get_rank(group)}{where}: {who} ({reason})", tuple(missing))
+    return CollectiveError(f"{doing} failed on rank {dist.get_rank(group)}{where}: {why}", tuple(missing))
 
 
-def roll_call(group: Any, seconds: float = ROLL_CALL_SECONDS) -> tuple[list[int], str]:
-    """The ranks of the group that are silent, and what is wrong with the store, if it is the store that does not answer.
+def blames_this_rank(error: BaseException) -> bool:
+    """Was it the work on this rank that failed, and not a message? Then the error has a class with a name of its own.
+
+    gloo says RuntimeError, NCCL and the store a DistError, and what is wrong with a group ValueError. An audit that forbids a
+    tensor says ForbiddenTensor, and a device without memory OutOfMemoryError.
+    """
+    return type(error).__module__ != "builtins" and not isinstance(error, dist.DistError)
+
+
+def roll_call(group: Any, answer: str, seconds: float = ROLL_CALL_SECONDS) -> tuple[dict[int, str], str]:
+    """What each rank of the group answered, and what is wrong with the store, if it is the store that does not answer.
 
     On a thread of its own: asking a store whose host hangs blocks without a timeout.
     """
     store = dist.distributed_c10d._get_default_store()
-    members = dist.get_process_group_ranks(group)
+    everyone = set(range(dist.get_world_size(group)))
     name = f"lowp/roll_call/{group.group_name}"
     me = dist.get_rank(group)
-    present, broken = {me}, []
+    answers, broken = {me: answer}, []
 
     def call() -> None:
         try:
-            store.set(f"{name}/{me}", "here")
+            store.set(f"{name}/{me}", answer)
             end = time.monotonic() + seconds
-            while len(present) < len(members) and time.monotonic() < end:
-                for rank in set(range(len(members))) - present:
+            while len(answers) < len(everyone) and time.monotonic() < end:
+                for rank in everyone - answers.keys():
                     if store.check([f"{name}/{rank}"]):
-                        present.add(rank)
+                        answers[rank] = HERE  # should the store's host leave before we hear more
+                        answers[rank] = store.get(f"{name}/{rank}").decode()
                 time.sleep(0.05)
         except Exception as error:
             broken.append(error)
@@ -73,10 +89,10 @@ def roll_call(group: Any, seconds: float = ROLL_CALL_SECONDS) -> tuple[list[int]
     caller.start()
     caller.join(seconds + 1)
     if caller.is_alive():
-        return [], "the store does not answer: its host (rank 0, or the launcher) hangs"
-    if broken and len(present) == 1:  # a host that answered before has heard what it wanted and left: it is not the one
-        return [], "the store is gone: its host (rank 0, or the launcher) has died"
-    return sorted(set(range(len(members))) - present), ""
+        return {me: answer}, "the store does not answer: its host (rank 0, or the launcher) hangs"
+    if broken and len(answers) == 1:  # a host that answered before has heard what it wanted and left: it is not the one
+        return {me: answer}, "the store is gone: its host (rank 0, or the launcher) has died"
+    return answers, ""
 
 
 def poison(group: Any) -> None:

@@ -1,7 +1,7 @@
 """One elementwise function over many tensors in one call: `ListFunction` is the function, `Lists` what it is applied to.
 
-A step of an optimizer touches hundreds of tensors, each with a few numbers of its own (a scale, a key for its noise). The function
-is written once, in torch operations on one tensor; it runs as
+A step of an optimizer touches hundreds of tensors, each with a few numbers of its own (a scale, a key for its noise). The
+function is written once, in torch operations on one tensor; it runs as
 
 - one C++ loop over all tensors on a CPU (cpp.py),
 - one Triton launch over all of them on CUDA (triton.py),
@@ -22,7 +22,9 @@ from lowp.tensor.lists.trace import Element, trace
 from lowp.tensor.table import Table
 
 _CPU_CHUNK = 1 << 14  # elements: all arguments of a chunk fit into a core's cache
-_CUDA_CHUNK = 1 << 10
+_CUDA_CHUNK = 1 << 9
+_CUDA_EACH = 128  # elements of a warp
+_CUDA_REDUCED = 1 << 13  # where only reductions come out: fewer of them wait for each other at the end
 LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip` holds is not below it
 
 
@@ -59,13 +61,13 @@ class Lists:
         self._pointers = np.array([[x.data_ptr() for x in row] for row in self.rows], dtype=np.int64)
         self._lengths, self._widths = (self._put(np.array(x, dtype=np.int64)) for x in (self.lengths, self.widths))
         self._pointers_there: Any = None
-        self._chunks: dict[bool, list[Chunks]] = {}
+        self._chunks: dict[tuple[bool, int], list[Chunks]] = {}
         self._room: dict[int, Tensor] = {}
 
     def _put(self, array: np.ndarray) -> Any:
         if self.device.type == "cpu":
             return array
-        return torch.from_numpy(array.copy()).pin_memory().to(self.device, non_blocking=True)
+        return torch.from_numpy(array.copy()).to(self.device, non_blocking=True)  # small: the driver takes it over at once
 
     def replace(self, column: int, tensors: Sequence[Tensor], pointers: list[int]) -> None:
         """Other tensors for one argument: gradients live somewhere else in every step."""
@@ -92,21 +94,22 @@ class Lists:
             self._room[reductions] = torch.zeros((reductions, len(self.rows)), dtype=torch.int64, device=self.device)
         return self._room[reductions].zero_()
 
-    def chunks(self, of_blocks: bool) -> list[Chunks]:
+    def chunks(self, of_blocks: bool, size: int = _CUDA_CHUNK) -> list[Chunks]:
         """One launch or, for blocks on CUDA, one for each power of two that their widths fit into."""
-        if of_blocks not in self._chunks:
-            self._chunks[of_blocks] = self._cut(of_blocks)
-        return self._chunks[of_blocks]
+        if (of_blocks, size) not in self._chunks:
+            self._chunks[of_blocks, size] = self._cut(of_blocks, size)
+        return self._chunks[of_blocks, size]
 
-    def _cut(self, of_blocks: bool) -> list[Chunks]:
+    def _cut(self, of_blocks: bool, size: int) -> list[Chunks]:
         everyone = range(len(self.rows))
         if self.device.type == "cpu":
             steps = [width * max(1, _CPU_CHUNK // width) if of_blocks else _CPU_CHUNK for width in self.widths]
             return [self._starts(everyone, steps, 0)]
         if not of_blocks:
-            return [self._starts(everyone, [_CUDA_CHUNK] * len(self.rows), _CUDA_CHUNK)]
+            size = min(size, max(32, 1 << (max(self.lengths) - 1).bit_length()))  # a table of a few tensors is short
+            return [self._starts(everyone, [size] * len(self.rows), size)]
         sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
-        return [self._starts([i for i in everyone if sizes[i] == size], self.widths, size) for size in sorted(set(sizes))]
+        return [self._starts([i for i in everyone if sizes[i] == own], self.widths, own) for own in sorted(set(sizes))]
 
     def _starts(self, members: Sequence[int], steps: Sequence[int], size: int) -> Chunks:
         starts = [np.arange(0, self.lengths[i], steps[i], dtype=np.int64) for i in members]
@@ -120,8 +123,8 @@ class ListFunction:
     """`function(*elements, numbers, scalars, tables)` gives what is written to the elements `writes`, then what is reduced.
 
     Elements come as stored integers of shape [1, n], or [blocks, width] (and [blocks, 1] for those with one number a block).
-    `numbers` are a tensor's own (int32), `scalars` the call's (float32). Of the rest of the results the "max" (int32, not negative)
-    or the "sum" (int64) over each tensor is returned.
+    `numbers` are a tensor's own (int32), `scalars` the call's (float32). Of the rest of the results the "max" (int32, not
+    negative) or the "sum" (int64) over each tensor is returned.
     """
 
     function: Callable[..., Sequence[Tensor]]
@@ -225,11 +228,12 @@ class _TritonKernel:
         shared = [float(scalars[place]) for place in self._places]
         target = reduced if self._what.reductions else never
         with torch.cuda.device(lists.device):
-            for chunks in lists.chunks(self._what.of_blocks):
+            size = _CUDA_CHUNK if self._what.writes else _CUDA_REDUCED
+            for chunks in lists.chunks(self._what.of_blocks, size):
                 self._run[(chunks.tensors.numel(),)](
                     *lists.arrays, numbers, len(lists.rows), *shared, *self._tables, target, never if skip is None else skip,
                     LIMIT, chunks.tensors, chunks.starts, SIZE=chunks.size,
-                    ALIGNED=lists.aligned and not self._what.of_blocks, num_warps=min(8, max(1, chunks.size // 256)),
+                    ALIGNED=lists.aligned and not self._what.of_blocks, num_warps=min(8, max(1, chunks.size // _CUDA_EACH)),
                     enable_fp_fusion=False,
                 )  # fmt: skip
         return reduced

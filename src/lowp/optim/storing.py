@@ -1,0 +1,145 @@
+"""In what formats, and under what scales, the states of a parameter are kept: decided, begun, decoded."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.formats import AnyFormat, BlockFormat
+from lowp.formats import format as parse_format
+from lowp.formats.floats import FP32
+from lowp.optim import scales
+from lowp.optim.family import Member, in_shape_of
+from lowp.optim.kernels import Layout, power_of_two
+from lowp.optim.rounding import FORMATS, Stored, Update, exponent_below
+from lowp.optim.rules import Average, Rule
+from lowp.optim.sharding import Placement
+from lowp.tensor.carrier import F32, carrier_for
+from lowp.tensor.lists.function import memory
+
+LONGEST_BLOCK = 256
+_SHORTEST_BLOCK = 32
+LONGEST_ROW = 4096  # of one block, where no divisor will do (cpp.LONGEST_BLOCK)
+_SMALLEST = 4096  # elements of a parameter that is worth narrow states
+_SLOW = 16  # an average that moves by less than so many units in the last place is rounded stochastically
+
+
+def layout_for(parameter: Tensor, group: dict[str, Any], rule: Rule, roots: tuple[str, ...], gradient: torch.dtype) -> Layout:
+    """How a parameter is stored, by its group's wishes."""
+    asked = group["state"]
+    if isinstance(asked, Mapping):
+        unknown = asked.keys() - set(rule.states)
+        if unknown:
+            raise ValueError(f"state= names {', '.join(sorted(unknown))}; this optimizer has {', '.join(rule.states)}")
+    wishes = [asked.get(name) if isinstance(asked, Mapping) else asked for name in rule.states]
+    averages = rule.averages(group)
+    states = (
+        _stored(parameter, group, wish, name, name in roots, average)
+        for wish, name, average in zip(wishes, rule.states, averages, strict=True)
+    )
+    return Layout(rule, Update(group["update"], parameter.dtype), gradient, tuple(states))
+
+
+def _stored(parameter: Tensor, group: dict[str, Any], wish: Any, name: str, root: bool, average: Average) -> Stored:
+    own = FORMATS[parameter.dtype]
+    fmt = own if wish is None else parse_format(wish)
+    scale = group["state_scale"] or ("block" if fmt.bits < 16 else "tensor")
+    if scale not in ("tensor", "block"):
+        raise ValueError(f"unknown state_scale={scale!r}; it is 'tensor' or 'block'")
+    stored = _checked(fmt, _rounding(fmt, group, average), scale, root, name)
+    if stored.scale == "block" and block_width(parameter.shape, LONGEST_BLOCK) == 0:
+        if fmt.bits < 16 and group["state_scale"] is None:  # too small to save anything: as precise as the weights
+            return _checked(own, _rounding(own, group, average), "tensor", root, name)
+        return replace(stored, scale="tensor")
+    return stored
+
+
+def _rounding(fmt: AnyFormat, group: dict[str, Any], average: Average) -> str:
+    asked = group["state_rounding"]
+    if asked not in (None, "nearest", "stochastic"):
+        raise ValueError(f"unknown state_rounding={asked!r}; it is 'nearest' or 'stochastic'")
+    if asked is not None:
+        return asked
+    half_a_unit = 2.0 ** -(getattr(fmt, "mantissa_bits", 0) + 1)
+    slow = 1.0 - average.decay < _SLOW * half_a_unit
+    return "stochastic" if slow and group["update"] != "nearest" else "nearest"
+
+
+def _checked(format: AnyFormat, rounding: str, scale: str, positive: bool, name: str) -> Stored:
+    """A `Stored`, or a clear error for what cannot hold a state."""
+    if isinstance(format, BlockFormat):
+        raise ValueError(f"state format {format}: blocks are made here; give the element format and state_scale='block'")
+    if not format.signed:
+        raise ValueError(f"state format {format} has no sign, and {name} needs one")
+    if format.bits < 8:
+        raise ValueError(f"state format {format} is too narrow: {name} needs at least 8 bits")
+    if format.bits > 16 and format != FP32:
+        raise ValueError(f"state format {format} has {format.bits} bits: states are kept in up to 16, or in fp32")
+    if carrier_for(format, torch.float32) is not F32:
+        raise ValueError(f"state format {format} reaches beyond float32, in which updates are computed")
+    range_of = exponent_below(format.max) - exponent_below(format.smallest)
+    if positive and range_of < 12:
+        raise ValueError(
+            f"state format {format} is too narrow: it spans {range_of} powers of two, and {name}, which holds squares, needs 12"
+        )
+    return Stored(format, rounding if format != FP32 else "nearest", "none" if format == FP32 else scale, positive)
+
+
+def block_width(shape: torch.Size, longest: int) -> int:
+    """The length of blocks of one scale: the largest divisor of a row (what is under the first dimension) up to `longest`.
+
+    Blocks do not cross rows, so that a parameter sharded by rows has the same blocks as the whole one. Rows without such a
+    divisor are one block. 0: too small to be worth it (vectors; and what is short has one scale for the tensor).
+    """
+    if len(shape) < 2:
+        return 0
+    row = shape[1:].numel()
+    if row < _SHORTEST_BLOCK or shape.numel() < _SMALLEST:
+        return 0
+    divisor = next(width for width in range(min(longest, row), 0, -1) if row % width == 0)
+    if divisor >= _SHORTEST_BLOCK:
+        return divisor
+    return row if row <= LONGEST_ROW else 0
+
+
+def begin(parameter: Tensor, layout: Layout) -> dict[str, Any]:
+    """A parameter's states before its first step."""
+    placement = Placement(parameter)
+    local = placement.local
+    if not _is_dense(local):
+        raise ValueError(f"a parameter of shape {tuple(local.shape)} and strides {local.stride()} is not dense")
+    state: dict[str, Any] = {"step": 0}
+    for name, stored in zip(layout.rule.states, layout.states, strict=True):
+        state[name] = placement.like(torch.zeros_like(local, dtype=stored.dtype), parameter.shape)
+        if stored.scale == "tensor":
+            state[f"{name}_bound"] = torch.tensor(scales.UNKNOWN, dtype=torch.int32, device=local.device)
+        elif stored.scale == "block":
+            per_row = parameter.shape[1:].numel() // block_width(parameter.shape, LONGEST_BLOCK)
+            rows = torch.full((local.shape[0], per_row), -126, dtype=torch.int8, device=local.device)
+            state[f"{name}_exponents"] = placement.like(rows, torch.Size((parameter.shape[0], per_row)))
+    if layout.update.compensated:
+        state["compensation"] = placement.like(torch.zeros_like(local), parameter.shape)
+    return state
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def decoded(member: Member, layout: Layout, bounds: Tensor) -> dict[str, Tensor]:
+    """A member's states as numbers (float32). `bounds` are its own."""
+    found = {}
+    for k, (name, stored) in enumerate(zip(layout.rule.states, layout.states, strict=True)):
+        codes = memory(member.rest[k], stored.storage)
+        unit: Tensor | None = None
+        if stored.scale == "tensor":
+            unit = power_of_two(-scales.stored_shift(bounds[layout.scaled.index(k)], stored.top))
+        elif stored.scale == "block":
+            exponents = member.rest[layout.exponents(k) - 2].reshape(-1, 1).to(torch.int32)
+            unit = power_of_two(exponents - stored.top)
+            codes = codes.view(-1, member.width)
+        tables = tuple(table.tensor(codes.device) for table in stored.tables)
+        found[name] = in_shape_of(stored.read(codes, unit, tables), member.placement.local)
+    return found

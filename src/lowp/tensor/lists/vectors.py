@@ -1,0 +1,219 @@
+"""Statements in GCC's vector types: 16 numbers at a time, on any machine (the compiler splits them where registers are
+shorter).
+
+What costs, and is avoided: a constant written into the code takes an instruction each time, one in memory none; a comparison
+that becomes numbers takes two more than one that selects.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowp.tensor.lists.trace import Statement, Value
+
+TYPES = {
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float32: "f32", torch.float64: "f64",
+    torch.float16: "i16", torch.bfloat16: "i16", torch.bool: "i32",
+}  # fmt: skip
+SCALARS = {
+    torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float",
+    torch.float64: "double", torch.bool: "uint8_t",
+}  # fmt: skip
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+PREAMBLE = r"""
+#include <cstdint>
+#include <cstring>
+#include <cmath>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+constexpr int LANES = 16;
+typedef int8_t i8 __attribute__((vector_size(16)));
+typedef int16_t i16 __attribute__((vector_size(32)));
+typedef int32_t i32 __attribute__((vector_size(64)));
+typedef int64_t i64 __attribute__((vector_size(128)));
+typedef float f32 __attribute__((vector_size(64)));
+typedef double f64 __attribute__((vector_size(128)));
+#define INLINE static inline __attribute__((always_inline))
+template <class V> using element = std::remove_reference_t<decltype(V{}[0])>;
+template <class V, class S> INLINE V splat(S s) { return (element<V>)s - V{}; }  // x - 0 is x, also for -0.0
+template <class V, class T> INLINE V load(const T* p, long count) {
+    V v = {}; memcpy(&v, p, count * sizeof(T)); return v; }
+template <class V, class T> INLINE void store(T* p, V v, long count) { memcpy(p, &v, count * sizeof(T)); }
+template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
+template <class V> INLINE V smaller(V a, V b) { return a < b ? a : b; }
+#if defined(__AVX512F__)
+INLINE i32 larger(i32 a, i32 b) { return (i32)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+INLINE i32 smaller(i32 a, i32 b) { return (i32)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+#endif
+INLINE float largest_of(f32 x) { float top = 0; for (int l = 0; l < LANES; l++) top = x[l] > top ? x[l] : top; return top; }
+INLINE f32 square_root(f32 x) {
+#if defined(__AVX512F__)
+    return (f32)_mm512_sqrt_ps((__m512)x);
+#else
+    f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_sqrtf(x[l]); return r;
+#endif
+}
+INLINE f64 square_root(f64 x) { f64 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_sqrt(x[l]); return r; }
+INLINE f32 nearest_integer(f32 x) { f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_rintf(x[l]); return r; }
+INLINE f32 integer_below(f32 x) { f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_floorf(x[l]); return r; }
+INLINE f32 half_to_float(i16 h) {
+#if defined(__AVX512F__)
+    return (f32)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+    f32 r; for (int l = 0; l < LANES; l++) r[l] = _cvtsh_ss((uint16_t)h[l]); return r;
+#else
+    i32 b = __builtin_convertvector(h, i32), m = b & 0x7FFF;
+    f32 r = (f32)(m << 13) * splat<f32>(0x1p112f);
+    i32 special = m > 0x7BFF;
+    return (f32)((special ? (m << 13 | 0x7F800000) : (i32)r) | (b << 16 & (int32_t)0x80000000));
+#endif
+}
+INLINE i16 float_to_half(f32 x) {
+#if defined(__AVX512F__)
+    return (i16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+    i32 b = (i32)x, m = b & 0x7FFFFFFF, s = b >> 16 & 0x8000;
+    i32 normal = (m - ((127 - 15) << 23) + 0xFFF + (m >> 13 & 1)) >> 13;
+    i32 small = (i32)((f32)m + splat<f32>(0.5f)) - 0x3F000000;
+    i32 r = m < 0x38800000 ? small : normal;
+    r = m > 0x477FEFFF ? splat<i32>(0x7C00) : r;
+    r = m > 0x7F800000 ? (m >> 13 | 0x7E00) : r;
+    return __builtin_convertvector(r | s, i16);
+#endif
+}
+INLINE f32 bfloat_to_float(i16 h) { return (f32)(__builtin_convertvector(h, i32) << 16); }
+INLINE i16 float_to_bfloat(f32 x) {
+    i32 b = (i32)x, r = (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+    r = (b & 0x7FFFFFFF) > 0x7F800000 ? (b >> 16 | 0x40) : r;
+    return __builtin_convertvector(r, i16);
+}
+#define LOOK_UP(V) template <class T> INLINE V look_up_##V(const T* table, i32 index) { \
+    V r; for (int l = 0; l < LANES; l++) r[l] = table[index[l]]; return r; }
+LOOK_UP(i8) LOOK_UP(i16) LOOK_UP(i32) LOOK_UP(i64) LOOK_UP(f32) LOOK_UP(f64)
+#if defined(__AVX512F__)
+INLINE i32 look_up_i32(const int32_t* table, i32 index) { return (i32)_mm512_i32gather_epi32((__m512i)index, table, 4); }
+INLINE f64 look_up_f64(const double* table, i32 index) {
+    union { f64 v; __m512d h[2]; } r; union { i32 v; __m256i h[2]; } at; at.v = index;
+    r.h[0] = _mm512_i32gather_pd(at.h[0], table, 8); r.h[1] = _mm512_i32gather_pd(at.h[1], table, 8); return r.v; }
+#endif
+"""
+
+
+class Printer:
+    """Expressions of statements, in vector types. A truth value is a 32-bit integer, all ones or zero."""
+
+    def __init__(self) -> None:
+        self._comparisons: dict[str, tuple[str, int]] = {}  # their text, and the width of what they compare
+        self.constants: dict[tuple[str, str], int] = {}  # type and text -> place
+
+    def kept(self, kind: str, text: str) -> str:
+        """A constant in memory, from where instructions take it as they go. Written out, each would cost one of its own."""
+        place = self.constants.setdefault((kind, text), len(self.constants))
+        return f"splat<{kind}>(constant{place})"
+
+    def literal(self, constant: Any, dtype: torch.dtype, shift: bool = False) -> str:
+        kind = TYPES[dtype]
+        if dtype == torch.bool:
+            return f"splat<i32>({-int(bool(constant))})"
+        if dtype in (torch.float32, torch.float64):
+            number = float(np.float32(constant)) if dtype == torch.float32 else float(constant)
+            text = {"inf": "INFINITY", "-inf": "-INFINITY", "nan": "NAN"}.get(str(number), number.hex())
+            return (
+                self.kept(kind, f"({SCALARS[dtype]}){text}")
+                if dtype == torch.float32
+                else f"splat<{kind}>(({SCALARS[dtype]}){text})"
+            )
+        bits = dtype.itemsize * 8
+        wrapped = (int(constant) + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
+        if dtype == torch.int32 and not shift and wrapped not in (0, -1):
+            return self.kept(kind, str(wrapped))
+        return f"splat<{kind}>(({SCALARS[dtype]}){wrapped}LL)"
+
+    def argument(self, argument: Any, dtype: torch.dtype) -> str:
+        if not isinstance(argument, Value):
+            return self.literal(argument, dtype)
+        return argument.name if argument.dtype == dtype else self.converted(argument, dtype)
+
+    def converted(self, value: Value, dtype: torch.dtype) -> str:
+        source, name = value.dtype, value.name
+        if source == torch.bool:
+            return f"__builtin_convertvector({name} & 1, {TYPES[dtype]})"
+        if dtype == torch.bool:
+            return f"__builtin_convertvector({name} != 0, i32)"
+        if source in _HALVES:
+            single = f"{_HALVES[source]}_to_float({name})"
+            return single if dtype == torch.float32 else f"__builtin_convertvector({single}, {TYPES[dtype]})"
+        if dtype in _HALVES:
+            single = name if source == torch.float32 else f"__builtin_convertvector({name}, f32)"
+            return f"float_to_{_HALVES[dtype]}({single})"
+        return f"__builtin_convertvector({name}, {TYPES[dtype]})"
+
+    def expression(self, s: Statement) -> str:
+        a = [None if x is None else self.argument(x, s.operand) for x in s.arguments] if s.operation not in _OWN else []
+        match s.operation:
+            case "constant":
+                return self.literal(s.arguments[0], s.result.dtype)
+            case "index":
+                return "index"
+            case "bitcast":
+                return f"({TYPES[s.result.dtype]}){s.arguments[0].name}"
+            case "convert":
+                return self.argument(s.arguments[0], s.result.dtype)
+            case "look_up":
+                table, index = s.arguments
+                at = self.argument(index, torch.int32)
+                found = f"look_up_{TYPES[s.result.dtype]}(table{table}, {at})"
+                return f"-({found})" if s.result.dtype == torch.bool else found
+            case "where":
+                mask, yes, no = s.arguments[0].name, *(self.argument(x, s.operand) for x in s.arguments[1:])
+                width = 4 if s.operand == torch.bool else s.operand.itemsize
+                if mask in self._comparisons and self._comparisons[mask][1] == width:
+                    return f"({self._comparisons[mask][0]}) ? {yes} : {no}"  # a mask register, never a vector
+                if width != 4:
+                    mask = f"__builtin_convertvector({mask}, {'i' + str(8 * width)})"
+                return f"{mask} ? {yes} : {no}"
+            case "shl" | "shr" if not isinstance(s.arguments[1], Value):  # by a constant that is part of the instruction
+                return f"{a[0]} {_INFIX[s.operation]} {self.literal(s.arguments[1], s.operand, shift=True)}"
+            case operation if operation in _INFIX:
+                return f"{a[0]} {_INFIX[operation]} {a[1]}"
+            case operation if operation in _COMPARE:
+                text = f"{a[0]} {_COMPARE[operation]} {a[1]}"
+                self._comparisons[s.result.name] = (text, s.operand.itemsize)
+                return f"__builtin_convertvector({text}, i32)"
+            case "rsub":
+                return f"{a[1]} - {a[0]}"
+            case "neg":
+                return f"-{a[0]}"
+            case "not":
+                return f"~{a[0]}"
+            case "sqrt":
+                return f"square_root({a[0]})"
+            case "round":
+                return f"nearest_integer({a[0]})"
+            case "floor":
+                return f"integer_below({a[0]})"
+            case "abs" if s.operand == torch.float32:
+                return f"(f32)((i32){a[0]} & 0x7FFFFFFF)"
+            case "abs":
+                return f"{a[0]} < 0 ? -{a[0]} : {a[0]}"
+            case "max":
+                return f"({a[0]} > {a[1]}) | ({a[0]} != {a[0]}) ? {a[0]} : {a[1]}"
+            case "min":
+                return f"({a[0]} < {a[1]}) | ({a[0]} != {a[0]}) ? {a[0]} : {a[1]}"
+            case "clamp":
+                text = str(a[0])
+                if a[1] is not None:
+                    text = f"larger({a[1]}, {text})"  # where it is NaN, the second
+                if a[2] is not None:
+                    text = f"smaller({a[2]}, {text})"
+                return text
+        raise NotImplementedError(f"{s.operation} in C++")
+
+
+_HALVES = {torch.float16: "half", torch.bfloat16: "bfloat"}
+_OWN = ("constant", "index", "bitcast", "convert", "look_up", "where", "amax")

@@ -1,0 +1,243 @@
+"""Optimizers, loss scale, audit and watch on a CUDA device: the same bits as on a CPU, nobody waits, no FP32 tensor."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lowp
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(64, 128), (33,), (8, 3, 3, 3), (50, 100), (1,), (3, 1000), (300, 509)]
+OPTIMIZERS = {
+    "sgd": lambda p, **k: lowp.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3, nesterov=True, **k),
+    "adamw": lambda p, **k: lowp.optim.AdamW(p, lr=0.01, **k),
+    "lars": lambda p, **k: lowp.optim.LARS(p, lr=0.5, **k),
+    "lamb": lambda p, **k: lowp.optim.LAMB(p, lr=0.01, **k),
+}
+STATES = [None, "dynamic8", "e4m3fn", "posit16", "fp16"]
+
+
+def steps(make, device, dtype, policy, count=3, **options):
+    lowp.set_kernel_policy(policy)
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in SHAPES]
+    optimizer = make(parameters, **options)
+    for _ in range(count):
+        for parameter in parameters:
+            parameter.grad = (torch.randn(parameter.shape, generator=generator) * 0.1).to(dtype).to(device)
+        optimizer.step()
+    found = [p.detach().cpu() for p in parameters]
+    for p in parameters:
+        found += [v.cpu() for _, v in sorted(optimizer.state[p].items()) if isinstance(v, torch.Tensor)]
+    return found
+
+
+def same(a, b):
+    return all(torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("update", ["stochastic", "kahan", "nearest"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_cuda_equals_cpu(name, update, dtype):
+    for state in STATES if update == "stochastic" else STATES[:2]:
+        on_cpu = steps(OPTIMIZERS[name], "cpu", dtype, "never", update=update, state=state)
+        on_cuda = steps(OPTIMIZERS[name], "cuda", dtype, "always", update=update, state=state)
+        assert same(on_cpu, on_cuda), state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_plain_operations_equal_the_kernels(name):
+    runs = [steps(OPTIMIZERS[name], "cuda", torch.float16, policy) for policy in ("never", "always")]
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_fp32_weights(name):
+    runs = [steps(OPTIMIZERS[name], device, torch.float32, "always", update="nearest") for device in ("cpu", "cuda")]
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_fp32_is_torchs_own(name):
+    """Everything in float32: torch.optim's bits."""
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+    theirs = copy.deepcopy(ours)
+    make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
+    options = {"momentum": 0.9} if name == "sgd" else {}
+    a = getattr(lowp.optim, {"sgd": "SGD", "adamw": "AdamW"}[name])(ours, lr=0.01, update="nearest", **options)
+    b = make(theirs, lr=0.01, **options)
+    for _ in range(5):
+        for x, y in zip(ours, theirs, strict=True):
+            x.grad = torch.randn_like(x)
+            y.grad = x.grad.clone()
+        a.step()
+        b.step()
+    assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nobody_waits(name):
+    """After the first step nothing synchronises with the device."""
+    lowp.set_kernel_policy("always")
+    parameters = [nn.Parameter(torch.randn(shape, device="cuda").half()) for shape in SHAPES]
+    optimizer = OPTIMIZERS[name](parameters)
+    for p in parameters:
+        p.grad = torch.randn_like(p) * 0.1
+    optimizer.step()
+    optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_raises_with_the_next_step(name, value):
+    lowp.set_kernel_policy("always")
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).half().cuda()
+    optimizer = OPTIMIZERS[name](net.named_parameters())
+    for p in net.parameters():
+        p.grad = torch.randn_like(p) * 0.1
+    optimizer.step()
+    before = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    net[1].bias.grad[7] = value
+    optimizer.step()
+    with pytest.raises(lowp.NonFiniteGradient, match=r"1\.bias"):
+        optimizer.step()
+    now = net.state_dict(), optimizer.state_dict()
+    assert all(torch.equal(now[0][k], before[0][k]) for k in now[0])
+    for key, state in now[1]["state"].items():
+        for k, v in state.items():
+            assert torch.equal(torch.as_tensor(v), torch.as_tensor(before[1]["state"][key][k])), k
+
+
+def test_compiled_step_with_changing_lr():
+    lowp.set_kernel_policy("always")
+    runs = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(64, 64, device="cuda").half())
+        optimizer = lowp.optim.AdamW([parameter], lr=0.01)
+        step = torch.compile(optimizer.step) if compiled else optimizer.step
+        for i in range(5):
+            optimizer.param_groups[0]["lr"] = 0.01 / (i + 1)
+            parameter.grad = torch.randn(64, 64, device="cuda").half() * 0.1
+            step()
+        runs.append(parameter.detach().clone())
+    assert torch.equal(*runs)
+
+
+class Block(nn.Module):
+    def __init__(self, width, stride):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width // stride, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+        self.short = nn.Identity() if stride == 1 else nn.Conv2d(width // stride, width, 1, stride, bias=False)
+
+    def forward(self, x):
+        return torch.relu(self.body(x) + self.short(x))
+
+
+def resnet18():
+    blocks = [Block(64 * 2**stage, 2 if stage and first == 0 else 1) for stage in range(4) for first in range(2)]
+    stem = nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+    return nn.Sequential(stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(50, 64), nn.LSTM(64, 128, 2, batch_first=True), nn.Linear(128, 50)
+
+    def forward(self, x):
+        return self.head(self.lstm(self.embed(x))[0]).flatten(0, 1)
+
+
+class GptBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (part.view(b, t, 4, c // 4).transpose(1, 2) for part in self.qkv(self.one(x)).split(c, 2))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
+        return x + self.mlp(self.two(x))
+
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(50, 128), nn.Parameter(torch.randn(64, 128) * 0.02)
+        self.blocks, self.head = nn.Sequential(GptBlock(128), GptBlock(128)), nn.Linear(128, 50)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.embed(x) + self.place)).flatten(0, 1)
+
+
+MODELS = {"resnet18": (resnet18, ["norm statistics"]), "lstm": (Lstm, []), "gpt": (Gpt, ["norm statistics", "attention logsumexp"])}
+
+
+@pytest.mark.parametrize("update", ["stochastic", "kahan"])
+@pytest.mark.parametrize("name", MODELS)
+def test_pure_fp16_trains_under_the_audit(name, update):
+    """Only what torch's own kernels save in float32 is allowed, by name; everything else is 16 bits."""
+    lowp.set_kernel_policy("auto")
+    torch.manual_seed(0)
+    make, allow = MODELS[name]
+    net = make().half().cuda()
+    optimizer = lowp.optim.AdamW(net.named_parameters(), lr=1e-3, update=update)
+    scale = lowp.LossScale("dynamic", model=net, init=2.0**10)
+    if name == "resnet18":
+        x, y = torch.randn(32, 3, 32, 32).half().cuda(), torch.randint(10, (32,)).cuda()
+    else:
+        x, y = torch.randint(50, (8, 64)).cuda(), torch.randint(50, (8 * 64,)).cuda()
+    losses = []
+    with lowp.audit(forbid=(torch.float32, torch.float64), allow=allow) as report:
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            scale.scale(loss).backward()
+            scale.step(optimizer)
+            losses.append(loss.detach())
+    print(report)
+    assert report.clean
+    assert report.operations > 100
+    assert losses[-1] < losses[0]
+    memory = lowp.health.memory(net, optimizer)
+    print(memory)
+    assert memory.bytes_per_parameter < (8.3 if update == "stochastic" else 10.3)
+    assert memory.measured_peak > memory.total
+
+
+def test_watch_does_not_wait():
+    lowp.set_kernel_policy("auto")
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).half().cuda()
+    optimizer = lowp.optim.SGD(net.named_parameters(), lr=1e-3, momentum=0.9)
+    x = torch.randn(16, 64).half().cuda()
+    with lowp.health.watch(net, optimizer, every=2) as health:
+        for i in range(9):
+            if i == 6:
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                optimizer.zero_grad()
+                net(x).float().square().mean().backward()
+                optimizer.step()
+            finally:
+                if i == 7:
+                    torch.cuda.set_sync_debug_mode("default")
+        health.flush()
+        assert {r["role"] for r in health.records} == {"weights", "activations", "gradients", "updates", "states"}
