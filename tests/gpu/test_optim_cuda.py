@@ -2,6 +2,7 @@
 
 import copy
 
+import pure16
 import pytest
 import torch
 from torch import nn
@@ -134,84 +135,21 @@ def test_compiled_step_with_changing_lr():
     assert torch.equal(*runs)
 
 
-class Block(nn.Module):
-    def __init__(self, width, stride):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(width // stride, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
-        )  # fmt: skip
-        self.short = nn.Identity() if stride == 1 else nn.Conv2d(width // stride, width, 1, stride, bias=False)
-
-    def forward(self, x):
-        return torch.relu(self.body(x) + self.short(x))
-
-
-def resnet18():
-    blocks = [Block(64 * 2**stage, 2 if stage and first == 0 else 1) for stage in range(4) for first in range(2)]
-    stem = nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
-    return nn.Sequential(stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-
-
-class Lstm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(50, 64), nn.LSTM(64, 128, 2, batch_first=True), nn.Linear(128, 50)
-
-    def forward(self, x):
-        return self.head(self.lstm(self.embed(x))[0]).flatten(0, 1)
-
-
-class GptBlock(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x):
-        b, t, c = x.shape
-        q, k, v = (part.view(b, t, 4, c // 4).transpose(1, 2) for part in self.qkv(self.one(x)).split(c, 2))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
-        return x + self.mlp(self.two(x))
-
-
-class Gpt(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.place = nn.Embedding(50, 128), nn.Parameter(torch.randn(64, 128) * 0.02)
-        self.blocks, self.head = nn.Sequential(GptBlock(128), GptBlock(128)), nn.Linear(128, 50)
-
-    def forward(self, x):
-        return self.head(self.blocks(self.embed(x) + self.place)).flatten(0, 1)
-
-
-MODELS = {"resnet18": (resnet18, ["norm statistics"]), "lstm": (Lstm, []), "gpt": (Gpt, ["norm statistics", "attention logsumexp"])}
+ALLOWED = {"resnet18": ["norm statistics"], "lstm": [], "gpt": ["norm statistics", "attention logsumexp"]}
 
 
 @pytest.mark.parametrize("update", ["stochastic", "kahan"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", pure16.MODELS)
 def test_pure_fp16_trains_under_the_audit(name, update):
     """Only what torch's own kernels save in float32 is allowed, by name; everything else is 16 bits."""
     lowp.set_kernel_policy("auto")
     torch.manual_seed(0)
-    make, allow = MODELS[name]
-    net = make().half().cuda()
+    net = pure16.MODELS[name](64 if name == "resnet18" else 128).half().cuda()
     optimizer = lowp.optim.AdamW(net.named_parameters(), lr=1e-3, update=update)
     scale = lowp.LossScale("dynamic", model=net, init=2.0**10)
-    if name == "resnet18":
-        x, y = torch.randn(32, 3, 32, 32).half().cuda(), torch.randint(10, (32,)).cuda()
-    else:
-        x, y = torch.randint(50, (8, 64)).cuda(), torch.randint(50, (8 * 64,)).cuda()
-    losses = []
-    with lowp.audit(forbid=(torch.float32, torch.float64), allow=allow) as report:
-        for _ in range(8):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(net(x), y)
-            scale.scale(loss).backward()
-            scale.step(optimizer)
-            losses.append(loss.detach())
+    x, y = pure16.batch(name, 32 if name == "resnet18" else 8, 32 if name == "resnet18" else 64, "cuda")
+    with lowp.audit(forbid=(torch.float32, torch.float64), allow=ALLOWED[name]) as report:
+        losses = pure16.train(net, optimizer, scale, x, y, 8)
     print(report)
     assert report.clean
     assert report.operations > 100

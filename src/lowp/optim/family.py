@@ -18,7 +18,7 @@ from lowp.optim.kernels import Layout
 from lowp.optim.rules import LAMBRule
 from lowp.optim.sharding import Placement
 from lowp.tensor.carrier import F32
-from lowp.tensor.lists.function import Lists
+from lowp.tensor.lists.function import Lists, tables_on
 from lowp.tensor.table import bits_of_number
 
 
@@ -70,7 +70,8 @@ class Chosen:
         self._fill("streams", [m.number for m in self.members])
         self._fill("firsts", [m.placement.offset for m in self.members])
         self._fill("half_bits", [scales.half_bits_for(m.placement.elements) for m in self.members])
-        self.table = Lists([[*self._columns.values(), self.units[0], *self.bounds, *self.numbers]])
+        work = sum(m.placement.local.numel() for m in self.members)
+        self.table = Lists([[*self._columns.values(), self.units[0], *self.bounds, *self.numbers]], work=work)
 
     def _zeros(self, rows: int, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros((rows, count), dtype=dtype, device=self.device)
@@ -174,8 +175,8 @@ class Step:
         member = chosen.members[0]
         update = kernels.update(layout)
         elements = update.shaped(self._full.rows[0], member.width)
-        tables = tuple(table.tensor(chosen.device) for table in update.tables)
-        scalars = torch.tensor(self.scalars, dtype=torch.float32, device=chosen.device)
+        tables = tables_on(update, chosen.device)
+        scalars = torch.tensor(self.scalars, dtype=torch.float32).to(chosen.device, non_blocking=True)
         _, change, _ = kernels.direction(layout, elements, chosen.numbers[:, 0], scalars, tables)
         return in_shape_of(change, member.placement.local)
 

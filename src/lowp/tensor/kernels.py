@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowp.tensor.core import Decode, Encode, Operation, Quantize, code_storage, tables_on
 from lowp.tensor.noise import KEY_SIZE, Noise, blocks, key_tensor
@@ -129,7 +130,8 @@ def built(what: Any, device: torch.device, count: int, build: Callable[[Any, tor
         if identity not in _state.kernels:
             began = time.perf_counter()
             try:
-                with warnings.catch_warnings():  # torch's own, on importing its compiler, are no business of the user's
+                # torch's own warnings, on importing its compiler, are no business of the user's; nor is building his programs'.
+                with warnings.catch_warnings(), _disable_current_modes():
                     warnings.simplefilter("ignore")
                     _state.kernels[identity] = build(what, device)
                 _state.build_seconds.append(time.perf_counter() - began)

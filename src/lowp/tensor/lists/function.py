@@ -10,6 +10,7 @@ function is written once, in torch operations on one tensor; it runs as
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -49,14 +50,18 @@ class Lists:
     """The arguments: a row of dense tensors, laid out alike, for each tensor of the list, one for each element argument.
 
     `widths` are the lengths of the tensors' blocks (which divide them); only functions that ask something of blocks need them.
-    Arrays are numpy's on a CPU and tensors on a device; they are made once.
+    `work` is how many elements a call stands for, if not for these: a kernel is built when there is enough of it. Arrays are
+    numpy's on a CPU and tensors on a device; they are made once.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Tensor]], widths: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, rows: Sequence[Sequence[Tensor]], widths: Sequence[int] | None = None, work: int | None = None
+    ) -> None:
         self.rows = [list(row) for row in rows]
         self.device = self.rows[0][0].device
         self.lengths = [row[0].numel() for row in self.rows]
         self.elements = sum(self.lengths)
+        self.work = self.elements if work is None else work
         self.widths = list(widths) if widths is not None else [max(length, 1) for length in self.lengths]
         self._pointers = np.array([[x.data_ptr() for x in row] for row in self.rows], dtype=np.int64)
         self._lengths, self._widths = (self._put(np.array(x, dtype=np.int64)) for x in (self.lengths, self.widths))
@@ -146,8 +151,9 @@ class ListFunction:
         """
         if lists.elements == 0:
             return lists.room(len(self.reductions))
-        watched = torch._C._len_torch_dispatch_stack() > 0  # an audit would see the plain operations' temporaries
-        kernel = kernels.built(self, lists.device, kernels.SMALL if watched else lists.elements, _build)
+        # At once where plain operations would be a hundred launches, or where an audit would see their temporaries.
+        at_once = lists.device.type == "cuda" or torch._C._len_torch_dispatch_stack() > 0
+        kernel = kernels.built(self, lists.device, kernels.SMALL if at_once else lists.work, _build)
         if kernel is None:
             return self._plain(lists, numbers, scalars, skip)
         return kernel(lists, numbers, scalars, skip)
@@ -158,8 +164,8 @@ class ListFunction:
         return [memory(x, e.dtype).view((-1, 1) if e.of_block else shape) for x, e in zip(row, self.elements, strict=True)]
 
     def _plain(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None) -> Tensor:
-        shared = torch.tensor(scalars, dtype=torch.float32, device=lists.device)
-        tables = tuple(table.tensor(lists.device) for table in self.tables)
+        shared = torch.tensor(scalars, dtype=torch.float32).to(lists.device, non_blocking=True)
+        tables = tables_on(self, lists.device)
         reduced = lists.room(len(self.reductions))
         for i, (row, width) in enumerate(zip(lists.rows, lists.widths, strict=True)):
             if row[0].numel() == 0:
@@ -174,8 +180,14 @@ class ListFunction:
         return reduced
 
 
+@lru_cache(maxsize=256)
+def tables_on(what: ListFunction, device: torch.device) -> tuple[Tensor, ...]:
+    """A function's tables as tensors, kept for the next call."""
+    return tuple(table.tensor(device) for table in what.tables)
+
+
 def _build(what: ListFunction, device: torch.device) -> Callable[..., Tensor]:
-    tables = [table.tensor(device) for table in what.tables]
+    tables = list(tables_on(what, device))
     program = trace(what.function, what.elements, what.numbers, what.scalars, tables, device)
     return (_CppKernel if device.type == "cpu" else _TritonKernel)(what, program, tables)
 
