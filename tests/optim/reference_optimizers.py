@@ -79,7 +79,9 @@ class Reference:
         place = 1
         for (name, numbers), decay in zip(new.items(), self.decays(), strict=True):
             assert numbers.dtype == F
-            drawn = self.update != "nearest" and self.dtype != torch.float32 and 1 - decay < 16 * 2.0 ** -(MANTISSA[self.dtype] + 1)
+            drawn = (
+                self.update != "nearest" and self.dtype != torch.float32 and 1 - decay < 16 * 2.0 ** -(MANTISSA[self.dtype] + 1)
+            )
             self.states[name] = self._stored(name, numbers, shifts[name], place if drawn else None)
             place += drawn
 

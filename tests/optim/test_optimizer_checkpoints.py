@@ -202,5 +202,5 @@ def test_an_own_state_of_another_kind():
     optimizer = SGD(params, momentum=0.9)
     set_gradients(params, 0)
     optimizer.step()
-    with pytest.raises(ValueError, match="missing|betas"):
+    with pytest.raises(ValueError, match=r"missing|betas"):
         AdamW(params).load_state_dict(optimizer.state_dict())

@@ -8,7 +8,9 @@ from torch import nn
 from lowp.optim import LAMB, LARS, SGD, AdamW
 
 HALF = torch.bfloat16
-pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning")  # torch's own
+pytestmark = pytest.mark.filterwarnings(
+    "default::DeprecationWarning", "default::UserWarning", "default::FutureWarning"
+)  # torch's own
 KINDS = [SGD, LARS, AdamW, LAMB]
 
 
@@ -150,7 +152,11 @@ def test_two_optimizers_and_one_that_is_gone():
 
 def test_parameters_that_share_memory_with_nothing_of_size_zero():
     """Empty parameters all have the same address."""
-    params = [nn.Parameter(torch.ones(0, dtype=HALF)), nn.Parameter(torch.ones(0, dtype=HALF)), nn.Parameter(torch.ones(3, dtype=HALF))]
+    params = [
+        nn.Parameter(torch.ones(0, dtype=HALF)),
+        nn.Parameter(torch.ones(0, dtype=HALF)),
+        nn.Parameter(torch.ones(3, dtype=HALF)),
+    ]
     optimizer = SGD(params, lr=0.25, update="nearest")
     params[0].grad, params[2].grad = torch.ones(0, dtype=HALF), torch.ones(3, dtype=HALF)
     torch.compile(optimizer.step, backend="aot_eager")()

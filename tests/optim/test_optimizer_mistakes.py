@@ -51,7 +51,7 @@ def test_a_second_moment_needs_range():
     SGD([half(64, 64)], momentum=0.9, state="int8")
     AdamW([half(64, 64)], state={"exp_avg": "int8"})
     for kind in (AdamW, LAMB):
-        with pytest.raises(ValueError, match="int8 is too narrow: it spans .* exp_avg_sq"):
+        with pytest.raises(ValueError, match=r"int8 is too narrow: it spans .* exp_avg_sq"):
             kind([half(64, 64)], state="int8")
 
 
@@ -169,7 +169,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind, bad, update):
     set_gradients(params, 2)
     optimizer.step()
     state, others = twin
-    again = kind([{**g, "params": ps} for g, ps in zip(groups, (others[:1], others[1:3], others[3:]), strict=True)], update=update)
+    again = kind(
+        [{**g, "params": ps} for g, ps in zip(groups, (others[:1], others[1:3], others[3:]), strict=True)], update=update
+    )
     again.load_state_dict(state)
     set_gradients(others, 2)
     again.step()

@@ -42,7 +42,7 @@ def set_gradients(params, step, dtype):
 
 
 def optimizer_for(model, case):
-    kind, update, dtype, state = case
+    kind, update, _, state = case
     return KINDS[kind](model.named_parameters(), lr=0.05, update=update, state=state, seed=3, **OPTIONS[kind])
 
 
@@ -98,7 +98,7 @@ CASES = [
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_shards_take_the_steps_of_the_whole(world):
-    cases = CASES if world == 2 else [CASES[1], CASES[2], CASES[5], CASES[7]]
+    cases = CASES if world == 2 else [CASES[2], CASES[7]]
     wanted = [unsharded(case) for case in cases]
     for found in ranks.run(fully_sharded, world, cases):
         for case, mine, theirs in zip(cases, wanted, found, strict=True):
@@ -181,7 +181,10 @@ def saved(rank, folder, case):
 def loaded(rank, folder, case):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import (
-        get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
     )  # fmt: skip
     from torch.distributed.fsdp import fully_shard
 

@@ -38,7 +38,10 @@ def test_adamw_moves_as_in_float32(scale, state, dtype):
     if scale == 1e-7:  # of FP16's subnormals: what is left of them is what both optimizers get
         gradients = [torch.where(g.abs() < 1, torch.sign(g), g) for g in gradients]
     p, q = nn.Parameter(weights.to(dtype)), nn.Parameter(weights.clone())
-    own, torchs = AdamW([p], lr=1e-3, eps=1e-12, weight_decay=0, state=state), torch.optim.AdamW([q], 1e-3, eps=1e-12, weight_decay=0)
+    own, torchs = (
+        AdamW([p], lr=1e-3, eps=1e-12, weight_decay=0, state=state),
+        torch.optim.AdamW([q], 1e-3, eps=1e-12, weight_decay=0),
+    )
     for g in gradients:
         p.grad = (g * scale).to(dtype)
         q.grad = p.grad.float()
@@ -73,18 +76,18 @@ def test_momentum_of_large_and_tiny_gradients(scale, dtype, kind):
 @pytest.mark.parametrize("state", ["fp16", "e4m3fn"])
 def test_scales_follow_a_falling_gradient(state, kind):
     """By 2^20, faster than the average forgets: within a few half-lives the state is resolved as finely as ever."""
-    options = {"momentum": 0.9} if kind is SGD else {"betas": (0.9, 0.9), "eps": 1e-30}
+    options = {"momentum": 0.8} if kind is SGD else {"betas": (0.8, 0.8), "eps": 1e-30}
     p = nn.Parameter(randn((64, 64), 0, dtype=torch.bfloat16))
     optimizer = kind([p], lr=1e-9, state=state, weight_decay=0.0, **options)
     signs = randn((64, 64), 3).sign()
-    for step in range(400):
+    for step in range(200):
         p.grad = (signs * 2.0 ** -min(step, 20)).to(torch.bfloat16)
         optimizer.step()
         decoded = optimizer.decoded_state(p)
         assert all(numbers.isfinite().all() for numbers in decoded.values())
         if kind is AdamW:
             assert (decoded["exp_avg_sq"] > 0).all()
-    wanted = {"momentum_buffer": 10 * 2.0**-20, "exp_avg": 2.0**-20, "exp_avg_sq": 2.0**-40}
+    wanted = {"momentum_buffer": 5 * 2.0**-20, "exp_avg": 2.0**-20, "exp_avg_sq": 2.0**-40}
     for name, numbers in decoded.items():
         expected = wanted[name] * (signs if name != "exp_avg_sq" else 1.0)
         error = abs(numbers / expected - 1)
@@ -170,7 +173,9 @@ def test_small_tensors_keep_the_weights_format():
     assert {wide.state[p][name].dtype for p in params for name in ("exp_avg", "exp_avg_sq")} == {torch.float32}
 
 
-@pytest.mark.parametrize("state", NARROW, ids=str)
+@pytest.mark.parametrize(
+    "state", ["e4m3fn", *(pytest.param(s, marks=pytest.mark.slow, id=str(s)) for s in NARROW if s != "e4m3fn")]
+)
 def test_training_with_narrow_states_is_close_to_float32(state):
     """A linear fit: the same loss as torch's AdamW in float32, within a factor of two and far below the start."""
     x, truth = randn((256, 64), 1), randn((64, 64), 2)

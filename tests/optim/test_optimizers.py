@@ -1,5 +1,4 @@
-"""What a step computes: torch's own in float32, a numpy reference in 16 bits, bit for bit; noise; what small updates come to.
-"""
+"""What a step computes: torch's own in float32, a numpy reference in 16 bits, bit for bit; noise; small updates."""
 
 import copy
 import math
@@ -456,7 +455,7 @@ def test_loss_scale_keeps_what_fp16_would_lose(kind):
         for _ in range(25):
             optimizer.zero_grad()
             loss = (model(x) - y).float().square().mean()
-            scale.scale((loss * 2.0**-20)).backward()
+            scale.scale(loss * 2.0**-20).backward()
             scale.step(optimizer)
         losses[dtype] = loss.item()
     assert losses[torch.float16] == pytest.approx(losses[torch.float32], rel=0.05)

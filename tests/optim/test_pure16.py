@@ -18,7 +18,7 @@ OPTIMIZERS = {
     "sgd": lambda p: lowp.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-4),
     "adamw": lambda p: lowp.optim.AdamW(p, lr=3e-3),
     "adamw8": lambda p: lowp.optim.AdamW(p, lr=3e-3, state="dynamic8", update="kahan"),
-    "lars": lambda p: lowp.optim.LARS(p, lr=1.0, trust=0.02),
+    "lars": lambda p: lowp.optim.LARS(p, lr=0.1, trust=0.02),
     "lamb": lambda p: lowp.optim.LAMB(p, lr=0.02),
 }
 # Fused attention saves logarithms of sums in FP32, by torch's own doing; everything else has no allowance on a CPU.

@@ -81,7 +81,18 @@ class Columns:
     @property
     def measured(self) -> tuple[str, ...]:
         found = ("gradient", "weight") if measures_weights(self.layout.rule) else ("gradient",)
-        return (*found, "step", "sum_weight", "sum_step") if self.layout.rule.needs_norms else found
+        if not self.layout.rule.needs_norms:
+            return found
+        return (*found, *(["step"] if self.measures_step else []), "sum_weight", "sum_step")
+
+    @property
+    def measures_step(self) -> bool:
+        """LAMB takes the norm of its step; LARS that of the gradient, which is measured anyway."""
+        return isinstance(self.layout.rule, LAMBRule)
+
+    @property
+    def step(self) -> str:
+        return "step" if self.measures_step else "gradient"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,7 +126,7 @@ def _function(layout: Layout, write: dict[str, bool]) -> ListFunction:
         if write["open"]:
             results |= _opened(have, call, bounds, tops, columns)
         if write["step"]:
-            results[columns.number(layout.norm_column + 1)] = _bits_of_power(-_exponent_above(have["step"]))
+            results[columns.number(layout.norm_column + 1)] = _bits_of_power(-_exponent_above(have[columns.step]))
         if write["close"]:
             results |= _closed(have, call, bounds, tops, columns)
         targets[:] = list(results)
@@ -158,8 +169,8 @@ def _closed(
         found[columns.bound(i)] = new = new.clamp(UNKNOWN, 1 << 30).to(torch.int32)
         found[number(layout.scale_column(state) + 1)] = _bits_of_power(stored_shift(new, top))
     if layout.rule.needs_norms:
-        for i, name in enumerate(("weight", "step")):
-            total, column = have[f"sum_{name}"], layout.norm_column + 3 + 3 * i
+        for i, (name, total) in enumerate((("weight", have["sum_weight"]), (columns.step, have["sum_step"]))):
+            column = layout.norm_column + 3 + 3 * i
             found[number(column)] = (total >> 31).to(torch.int32)
             found[number(column + 1)] = (total & 0x7FFFFFFF).to(torch.int32)
             found[number(column + 2)] = _bits_of_power(_exponent_above(have[name]) - have["half_bits"])
@@ -184,7 +195,7 @@ def _incoming(have: dict[str, Tensor], own: list[Tensor], layout: Layout, square
 @lru_cache(maxsize=256)
 def opening(layout: Layout) -> ListFunction:
     """Before norms are measured."""
-    return _function(layout, {"open": True, "step": not isinstance(layout.rule, LAMBRule), "close": False})
+    return _function(layout, {"open": True, "step": not Columns(layout).measures_step, "close": False})
 
 
 @lru_cache(maxsize=256)
