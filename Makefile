@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow lint format bench bench-wire readme clean
+.PHONY: setup demo test test-slow lint format bench bench-wire bench-optim readme clean
 
 setup: $(READY)
 
@@ -39,6 +39,9 @@ bench: setup
 
 bench-wire: setup
 	$(BIN)/python benchmarks/wire.py
+
+bench-optim: setup
+	$(BIN)/python benchmarks/optim.py
 
 readme: setup
 	$(BIN)/python -m lowp.cli.readme README.md
