@@ -66,7 +66,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 # A matrix, and not a vector: states of fewer than 16 bits have a scale for every 256 elements of a row.
-LAYOUTS = {"ResNet-50": resnet50_shapes(), "one matrix": [(24_958, 1024)]}
+LAYOUTS: dict[str, list[tuple[int, ...]]] = {"ResNet-50": resnet50_shapes(), "one matrix": [(24_958, 1024)]}
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,7 @@ class Clock:
             running.times.append(self.undisturbed(step))
 
     def undisturbed(self, step: Callable[[], Any]) -> float:
+        taken = 0.0
         for _ in range(ATTEMPTS):
             before, taken, after = self.wall(self.copy), self.wall(step), self.wall(self.copy)
             self.best_copy = min(self.best_copy, before, after)
@@ -251,14 +252,14 @@ def measure(group: list[Contender], layout: str, clock: Clock, options: argparse
             clock.round(each)
     report.disturbed = clock.disturbed
     medians = {
-        each.contender.setting: (statistics.median(each.times), statistics.median(each.wall or [0.0]))
+        each.contender.setting: (statistics.median(each.times), statistics.median(each.wall or [0.0]), min(each.times))
         for each in running
         if each.contender.reference
     }
     report.rows += [row_of(each, layout, medians) for each in running]
 
 
-def row_of(running: Running, layout: str, medians: dict[str, tuple[float, float]]) -> dict[str, Any]:
+def row_of(running: Running, layout: str, medians: dict[str, tuple[float, float, float]]) -> dict[str, Any]:
     contender = running.contender
     median = statistics.median(running.times)
     row: dict[str, Any] = {
@@ -267,6 +268,7 @@ def row_of(running: Running, layout: str, medians: dict[str, tuple[float, float]
         "min_ms": min(running.times), "n": len(running.times), "rounds_ms": running.times, "bytes": running.bytes,
         "first_step_s": running.first_step_s, "ratios": {name: median / medians[name][0] for name in medians},
     }  # fmt: skip
+    row["min_ratios"] = {name: min(running.times) / medians[name][2] for name in medians}
     if running.wall:
         wall, host = statistics.median(running.wall), statistics.median(running.host)
         row |= {"wall_ms": wall, "wall_rounds_ms": running.wall, "host_ms": host, "peak_bytes": running.peak_bytes}
@@ -283,19 +285,24 @@ class OptimReport(Report):
     disturbed: int = 0  # steps on the CPU beside which copy_ was slow
     began: float = field(default_factory=time.perf_counter)
 
-    def bars(self) -> Iterator[tuple[str, float, float]]:
-        """What was promised: a name, the figure, the bar that it must not exceed."""
+    def bars(self) -> Iterator[tuple[str, float, float, float]]:
+        """What was promised: a name, the figure, the same by minima, and the bar that they must not exceed.
+
+        On a busy machine medians mislead: with two thirds of the steps disturbed, fp16 AdamW seemed to take 0.47 of the fused
+        step, and took 1.84 of it when the machine was quiet. Where medians and minima disagree on a bar, it is undecided.
+        """
         for row in self.rows:
             if row["library"] != "lowp" or row["weights"] != "fp16":
                 continue
             where = f"{row['algorithm']} fp16, {row['setting']} ({row['layout']})"
             memory_bar = MEMORY_BARS.get((row["algorithm"], row["state"]))
             if memory_bar and "kahan" not in row["setting"]:
-                yield f"bytes a parameter: {where}", row["bytes"]["total"], memory_bar
+                yield f"bytes a parameter: {where}", row["bytes"]["total"], row["bytes"]["total"], memory_bar
             if self.device == "cuda" and row["algorithm"] == "AdamW" and row["state"] == "as weights":
-                yield f"device time / fused fp32: {where}", row["ratios"]["fused"], CUDA_BAR
+                yield f"device time / fused fp32: {where}", row["ratios"]["fused"], row["min_ratios"]["fused"], CUDA_BAR
             elif self.device == "cpu" and row["state"] == "as weights":
-                yield from ((f"time / {name} fp32: {where}", ratio, CPU_BAR) for name, ratio in row["ratios"].items())
+                for name, ratio in row["ratios"].items():
+                    yield f"time / {name} fp32: {where}", ratio, row["min_ratios"][name], CPU_BAR
 
     def markdown(self) -> str:
         speed = 2 * COPY_BYTES / self.copy_ms / 1e6
@@ -303,11 +310,9 @@ class OptimReport(Report):
         lines += [f"- {name}: {value}" for name, value in self.facts().items()]
         lines += [f"- lowp: {lowp.__version__}"] if "lowp" not in self.facts() else []
         lines += [f"- copy_ of {COPY_BYTES // 1_000_000} MB: {self.copy_ms:.3f} ms, {speed:.0f} GB/s read and written"]
-        lines += ["", "## Bars", "", "| what | figure | bar | |", "|---|---|---|---|"]
-        for what, value, bar in self.bars():
-            lines.append(
-                f"| {what} | {value:.4f} | {bar:g} | {'met' if value <= bar else f'**missed** by {value / bar - 1:.2%}'} |"
-            )
+        lines += ["", "## Bars", "", "| what | by medians | by minima | bar | |", "|---|---|---|---|---|"]
+        for what, value, least, bar in self.bars():
+            lines.append(f"| {what} | {value:.4f} | {least:.4f} | {bar:g} | {verdict(value, least, bar)} |")
         for layout in dict.fromkeys(row["layout"] for row in self.rows):
             for algorithm in ALGORITHMS:
                 rows = [row for row in self.rows if (row["layout"], row["algorithm"]) == (layout, algorithm)]
@@ -342,7 +347,8 @@ class OptimReport(Report):
     def write(self, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         stem = re.sub(r"[^a-z0-9]+", "-", self.machine.lower().replace("(r)", "")).strip("-") + "-optim"
-        bars = [{"what": what, "value": value, "bar": bar, "met": value <= bar} for what, value, bar in self.bars()]
+        names = ("what", "value", "by_minima", "bar", "verdict")
+        bars = [dict(zip(names, (*each, verdict(*each[1:])), strict=True)) for each in self.bars()]
         whole = {
             "facts": self.facts() | {"lowp": lowp.__version__},
             "copy_ms": self.copy_ms,
@@ -353,6 +359,12 @@ class OptimReport(Report):
         paths[0].write_text(json.dumps(whole | {"failed": self.failures, "rows": self.rows}, indent=1) + "\n")
         paths[1].write_text(self.markdown())
         return paths
+
+
+def verdict(value: float, least: float, bar: float) -> str:
+    if (value <= bar) != (least <= bar):
+        return "**undecided**: medians and minima disagree"
+    return "met" if value <= bar else f"**missed** by {value / bar - 1:.2%}"
 
 
 def main() -> None:
@@ -368,7 +380,7 @@ def main() -> None:
     if options.device == "cpu":
         torch.set_num_threads(options.threads)
     options.rounds = 3 if options.quick else options.rounds
-    report = OptimReport(options.device, torch.get_num_threads())
+    report = OptimReport(device=options.device, threads=torch.get_num_threads())
     clock = Clock(options.device)
     report.copy_ms = clock.copy_ms(options.rounds)
     for layout in LAYOUTS:

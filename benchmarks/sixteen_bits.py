@@ -95,7 +95,7 @@ class Task:
 def least_squares(job: Job) -> Problem:
     """A noisy linear model of 256 weights, many small steps: near the end they are far smaller than a BF16 weight resolves.
 
-    The learning rate was chosen for that. With one four times as large (and 64 weights) BF16 to nearest stayed within the margin.
+    The learning rate was chosen for that: at four times as much (with 64 weights) BF16 to nearest stayed within the margin.
     """
     rows, width, steps, size = (2048, 64, 600, 64) if job.quick else (8192, 256, 2000, 256)
     generator = torch.Generator().manual_seed(job.seed)

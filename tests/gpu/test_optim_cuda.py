@@ -2,12 +2,12 @@
 
 import copy
 
-import pure16
 import pytest
 import torch
 from torch import nn
 
 import lowp
+import pure16
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(64, 128), (33,), (8, 3, 3, 3), (50, 100), (1,), (3, 1000), (300, 509)]

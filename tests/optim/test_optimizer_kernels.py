@@ -18,16 +18,14 @@ STATES = {
     "posit16": "posit16",
 }  # fmt: skip
 SHAPES = [(1,), (3,), (17,), (65,), (64, 128), (8, 3, 3, 3), (0,), (5, 0, 3), ()]
+BLOCKS = [(64, 128), (33, 129), (40, 3, 7, 7), (3, 4096)]  # rows of states in blocks, with and without tails
 # Every optimizer, update, dtype and state, in few combinations: each new kernel costs a second of g++.
 SAMPLED = [
     ("sgd", "nesterov", "stochastic", torch.float16, "own"),
-    ("sgd", "decay", "kahan", torch.bfloat16, "e4m3fn"),
-    ("lars", "default", "kahan", torch.float16, "dynamic8"),
-    ("lars", "clip", "nearest", torch.bfloat16, "own"),
+    ("lars", "clip", "kahan", torch.bfloat16, "own"),
     ("adamw", "default", "stochastic", torch.bfloat16, "mixed"),
     ("adamw", "default", "nearest", torch.float16, "posit16"),
-    ("lamb", "default", "stochastic", torch.float16, "own"),
-    ("lamb", "default", "kahan", torch.bfloat16, "dynamic8"),
+    ("lamb", "default", "kahan", torch.float16, "dynamic8"),
 ]
 EVERYTHING = [
     (kind, "default", update, dtype, state)
@@ -42,12 +40,15 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def parameters(dtype):
-    found = [nn.Parameter(numbers(math.prod(s), i, dtype).view(s)) for i, s in enumerate(SHAPES)]
-    image = numbers(8 * 4 * 3 * 3, 50, dtype).view(8, 4, 3, 3).contiguous(memory_format=torch.channels_last)
-    transposed = numbers(96 * 64, 51, dtype).view(96, 64).t()
-    extremes = torch.tensor([0.0, -0.0, 6e4, -6e4, 6e-8, -6e-8, 1.0, 2.0**-14]).repeat(24).to(dtype)
-    return [*found, *(nn.Parameter(x) for x in (image, transposed, extremes))]
+def parameters(dtype, blocks_only):
+    """Shapes with tails, nothing at all, other orders in memory, the ends of FP16's range; or what has states in blocks."""
+    shapes = BLOCKS if blocks_only else [*SHAPES, (64, 128)]
+    found = [numbers(math.prod(s), i, dtype).view(s) for i, s in enumerate(shapes)]
+    found.append(numbers(96 * 64, 51, dtype).view(96, 64).t())
+    if not blocks_only:
+        found.append(numbers(8 * 4 * 3 * 3, 50, dtype).view(8, 4, 3, 3).contiguous(memory_format=torch.channels_last))
+        found.append(torch.tensor([0.0, -0.0, 6e4, -6e4, 6e-8, -6e-8, 1.0, 2.0**-14]).repeat(24).to(dtype))
+    return [nn.Parameter(x) for x in found]
 
 
 def gradients(params, step):
@@ -56,10 +57,10 @@ def gradients(params, step):
         p.grad = torch.empty_like(p).copy_(g) if i % 2 else g  # in the parameter's order, or in its own
 
 
-def bits_after(kind, options, update, dtype, state, steps=3, policy="never"):
+def bits_after(kind, options, update, dtype, state, steps=3, policy="never", whole=False):
     """Weights and everything that is kept, after a few steps; one parameter misses the second."""
     lowp.set_kernel_policy(policy)
-    params = parameters(dtype)
+    params = parameters(dtype, state in ("dynamic8", "mixed") and not whole)
     more = dict(OPTIONS[options])
     if kind == "sgd" and "momentum" not in more:
         more["momentum"] = 0.9
@@ -94,10 +95,10 @@ def test_kernels_and_plain_operations_have_the_same_bits(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EVERYTHING, ids=name_of)
 def test_everything_has_the_same_bits(case):
-    compared(case, plain={"policy": "never"}, compiled={"policy": "always"})
+    compared(case, plain={"policy": "never", "whole": True}, compiled={"policy": "always", "whole": True})
 
 
-@pytest.mark.parametrize("case", [SAMPLED[0], SAMPLED[7]], ids=name_of)
+@pytest.mark.parametrize("case", [SAMPLED[0], SAMPLED[4]], ids=name_of)
 def test_threads_do_not_matter(case):
     """Enough elements for two threads, uneven chunks; norms and largest numbers are taken over both threads' parts."""
     kind, options, update, dtype, state = case
@@ -122,7 +123,7 @@ def test_threads_do_not_matter(case):
 
 def test_a_nan_changes_nothing_in_kernels_either():
     lowp.set_kernel_policy("always")
-    params = parameters(torch.float16)
+    params = parameters(torch.float16, False)
     optimizer = SGD(params, lr=0.01, momentum=0.9, nesterov=True, seed=9)
     gradients(params, 0)
     optimizer.step()

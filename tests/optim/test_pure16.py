@@ -1,10 +1,10 @@
 """Sixteen bits are enough: models train with no FP32 tensor anywhere, and the audit watches."""
 
-import pure16
 import pytest
 import torch
 
 import lowp
+import pure16
 
 
 @pytest.fixture(autouse=True)

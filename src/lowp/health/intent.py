@@ -34,7 +34,9 @@ def look(optimizer: Optimizer, parameter: Tensor, most: int, fmt: AnyFormat | No
     return weight.to(torch.float64, copy=True), stored.clone().view(_INTEGERS[stored.dtype.itemsize])
 
 
-def intended_updates(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def intended_updates(
+    optimizer: Optimizer, parameters: list[Tensor], gradient_scale: Any = 1.0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Each parameter and the update that its gradient and state call for, before rounding to the weights' dtype.
 
     An optimizer of lowp says so itself. Of any other, a copy takes the step in float64: float32 would lose, beside a large
@@ -43,7 +45,8 @@ def intended_updates(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator
     """
     say = getattr(optimizer, "intended_update", None)
     if say is not None:
-        yield from ((parameter, say(parameter)) for parameter in parameters)
+        scaled = {} if gradient_scale == 1.0 else {"gradient_scale": gradient_scale}
+        yield from ((parameter, say(parameter, **scaled)) for parameter in parameters)
     elif type(optimizer).__module__.startswith("torch.optim."):
         for parameter in parameters:
             yield from _step_in_float64(optimizer, [parameter])

@@ -207,7 +207,7 @@ class Watch:
             if not closure:
                 self._see_parameters("gradients", lambda parameter: parameter.grad)
             if "updates" in self._roles:
-                self._intents = self._intended(closure)
+                self._intents = self._intended(closure, kwargs.get(_SCALE, 1.0))
         if not closure:
             self._eagerly.leave()  # now, so that an optimizer that raises leaves no trace
 
@@ -267,7 +267,7 @@ class Watch:
                 fmt = self._formats[role] if role in self._formats else own_format(tensor.dtype.to_real())
                 self._sample.see(layer, role, fmt, tensor)
 
-    def _intended(self, closure: bool) -> dict[str, tuple[Tensor, Intent | str]]:
+    def _intended(self, closure: bool, gradient_scale: Any) -> dict[str, tuple[Tensor, Intent | str]]:
         """What the optimizer is about to do to each of its parameters that has a gradient, or why that is not known."""
         optimizer = self._optimizer
         moving = [p for group in optimizer.param_groups for p in group["params"] if closure or p.grad is not None]
@@ -275,7 +275,7 @@ class Watch:
         try:
             if closure:
                 raise ValueError("step() was given a closure or other arguments, so it could not be tried before")
-            for parameter, update in intended_updates(optimizer, moving):
+            for parameter, update in intended_updates(optimizer, moving, gradient_scale):
                 fmt = self._update_format(parameter)
                 known[parameter] = Intent(sample_of(update, self._most, fmt), *look(optimizer, parameter, self._most, fmt))
         except Exception as error:  # whatever somebody's optimizer raises; the user's training goes on
@@ -296,9 +296,12 @@ class Watch:
         return named
 
 
+_SCALE = "gradient_scale"  # the argument of our optimizers' step: what gradients were multiplied by
+
+
 def _has_arguments(args: tuple, kwargs: dict) -> bool:
     """Was step() given a closure, inside which the gradients are made, or anything else? (args begin with the optimizer.)"""
-    return any(value is not None for value in (*args[1:], *kwargs.values()))
+    return any(value is not None for value in (*args[1:], *(value for name, value in kwargs.items() if name != _SCALE)))
 
 
 def _finish(log: Log, eagerly: Eagerness) -> None:

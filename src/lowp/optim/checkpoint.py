@@ -63,6 +63,8 @@ def _checked(theirs: dict[str, Any], ours: dict[str, Any], name: str) -> dict[st
     for key, example in ours.items():
         value = theirs[key]
         if not isinstance(example, Tensor):
+            if not isinstance(value, (int, Tensor)) or int(value) < 0:
+                raise ValueError(f"the saved {key} of {name} is {value!r}, not a count")
             found[key] = int(value)
             continue
         if not isinstance(value, Tensor) or value.shape != example.shape or value.dtype != example.dtype:

@@ -28,24 +28,27 @@ def step_in_graph(optimizer: Any, gradient_scale: Any) -> None:
     """Traced by Dynamo."""
     if not isinstance(gradient_scale, (int, float)):
         raise TypeError("inside torch.compile, gradient_scale is one number for all parameters")
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    places = [i for i, p in enumerate(everyone) if p.grad is not None]
+    parameters = [everyone[i] for i in places]
     gradients = [p.grad for p in parameters]
-    torch.ops.lowp.optimizer_step(parameters, gradients, optimizer._handle, float(gradient_scale))
+    torch.ops.lowp.optimizer_step(parameters, gradients, places, optimizer._handle, float(gradient_scale))
 
 
 @torch.library.custom_op("lowp::optimizer_step", mutates_args=("parameters",))
-def _optimizer_step(parameters: Sequence[Tensor], gradients: Sequence[Tensor], handle: int, gradient_scale: float) -> None:
+def _optimizer_step(
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], places: Sequence[int], handle: int, gradient_scale: float
+) -> None:
     if any(p.is_cuda for p in parameters) and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "an optimizer's step cannot be captured in a CUDA graph: learning rate and step would be frozen in it"
-        )
+        raise RuntimeError("an optimizer's step cannot be captured in a CUDA graph: its learning rate would be frozen")
     optimizer = _optimizers[handle]
-    own = [p for group in optimizer.param_groups for p in group["params"] if _takes_part(p, parameters)]
-    if len(own) != len(parameters):
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(i >= len(everyone) or everyone[i].shape != p.shape for i, p in zip(places, parameters, strict=True)):
         raise RuntimeError("the optimizer's parameters are not those that its step was compiled for")
-    before = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
+    own = [everyone[i] for i in places]
+    before = {p: p.grad for p in everyone}
     try:
-        for p in before:
+        for p in everyone:
             p.grad = None
         for p, gradient in zip(own, gradients, strict=True):
             p.grad = gradient
@@ -54,12 +57,14 @@ def _optimizer_step(parameters: Sequence[Tensor], gradients: Sequence[Tensor], h
     finally:
         for p, gradient in before.items():
             p.grad = gradient
-
-
-def _takes_part(parameter: Tensor, given: Sequence[Tensor]) -> bool:
-    return any(parameter.data_ptr() == other.data_ptr() and parameter.shape == other.shape for other in given)
+    # Without inductor's pass that puts mutations back in place, a graph gives copies, and copies them back.
+    for given, p in zip(parameters, own, strict=True):
+        if given.data_ptr() != p.data_ptr():
+            given.copy_(p)
 
 
 @_optimizer_step.register_fake
-def _(parameters: Sequence[Tensor], gradients: Sequence[Tensor], handle: int, gradient_scale: float) -> None:
+def _(
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], places: Sequence[int], handle: int, gradient_scale: float
+) -> None:
     return None

@@ -56,6 +56,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**defaults, **options})
         self._handle = register(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As every optimizer's, and what LARS and LAMB have of their own."""
+        own = {"_exclude": vars(self)["_exclude"]} if "_exclude" in vars(self) else {}
+        return {**super().__getstate__(), **own}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._families, self._pending, self._flag = None, [], None
@@ -83,6 +88,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any], place: int) -> None:
         if group["update"] not in UPDATES:
             raise ValueError(f"unknown update={group['update']!r}; it is one of {', '.join(UPDATES)}")
+        if group["nonfinite"] != self.defaults["nonfinite"]:
+            raise ValueError("nonfinite= is for all groups: a step happens whole or not at all")
         if isinstance(group["lr"], Tensor):
             raise TypeError("lr is a float here: a step is never compiled again when it changes")
         for i, parameter in enumerate(group["params"]):
@@ -94,8 +101,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                     f"{name} is float32, and update={group['update']!r} is for 16-bit weights: convert the model "
                     "(model.half() or model.bfloat16()), or say update='nearest'"
                 )
-            if Placement(parameter).groups is None or parameter.numel() > 1 << 30:
+            if parameter.numel() > 1 << 30:
                 raise ValueError(f"{name} has {parameter.numel()} elements; up to 2^30 are supported")
+            Placement(parameter).check()
             self._layout(parameter, group, self._own_name(group, i), parameter.dtype)
 
     def _own_name(self, group: dict[str, Any], i: int) -> str | None:
@@ -124,7 +132,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _gather(self) -> dict[int, list[Family]]:
         """All parameters that have gradients, by group and layout; states are begun where there are none."""
-        if self._families is not None and not self._newcomers():
+        if self._families is not None and not self._newcomers() and not self._moved():
             return self._families
         found: dict[int, list[Family]] = {}
         number = 0
@@ -142,6 +150,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             found[place] = [self._family(layout, members) for (layout, _, _), members in alike.items()]
         self._families = found
         return found
+
+    def _moved(self) -> bool:
+        """Was a parameter given other memory (`p.data = ...`)?"""
+        everyone = (m for families in (self._families or {}).values() for each in families for m in each.members)
+        return any(m.placement.part_of(m.parameter).data_ptr() != m.placement.local.data_ptr() for m in everyone)
 
     def _newcomers(self) -> bool:
         return any(p.grad is not None and not self.state.get(p) for group in self.param_groups for p in group["params"])
@@ -188,6 +201,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             group = self.param_groups[place]
             for each in members:
                 if self._is_plain(each.layout, group):
+                    for member in each.members:
+                        if member.parameter.grad is not None:
+                            _check_gradient(member)
                     plain.append((group, [m.parameter for m in each.members if m.parameter.grad is not None]))
                 else:
                     steps += self._steps_of(each, group, gradient_scale)
@@ -363,6 +379,8 @@ def _check_gradient(member: Member) -> None:
         raise TypeError(f"a gradient of {gradient.dtype} and shape {tuple(gradient.shape)} does not fit its parameter")
     if is_sharded(member.parameter) != is_sharded(gradient):
         raise TypeError("a sharded parameter needs a sharded gradient")
+    if is_sharded(gradient) and gradient.placements != member.parameter.placements:  # type: ignore[attr-defined]
+        raise TypeError(f"the gradient is placed as {gradient.placements}, its parameter not")  # type: ignore[attr-defined]
 
 
 def options_of(

@@ -62,8 +62,7 @@ class SGDRule:
 
     def scalars(self, group: dict[str, Any], step: int) -> list[float]:
         first = step == 1  # the buffer begins as the gradient itself
-        momentum, dampening = (0.0, 0.0) if first else (group["momentum"], group["dampening"])
-        return [-group["lr"], group["weight_decay"], momentum, 1.0 - dampening]
+        return [-group["lr"], group["weight_decay"], group["momentum"], 1.0 if first else 1.0 - group["dampening"]]
 
     def averages(self, group: dict[str, Any]) -> tuple[Average, ...]:
         rest = 1.0 - group["momentum"]

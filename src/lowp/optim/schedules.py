@@ -59,4 +59,6 @@ def piecewise_constant(
     optimizer: Optimizer, steps: Sequence[int], factor: float = 0.1, warmup: int = 0, start: float = 0.0
 ) -> LambdaLR:
     """Times `factor` at each of `steps`, after a warm-up: ResNet's schedule."""
+    if list(steps) != sorted(set(steps)):
+        raise ValueError(f"the learning rate falls at ascending steps, not {list(steps)}")
     return _warm_up(optimizer, warmup, start, lambda step: factor ** bisect_right(steps, step))

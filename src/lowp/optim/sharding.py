@@ -56,20 +56,21 @@ class Placement:
         row = self.parameter.shape[1:].numel() if self.parameter.dim() else 1
         return offsets[0] * row if offsets else 0
 
+    def check(self) -> None:
+        """Whole, replicated, or split along the first dimension over one dimension of the mesh."""
+        if is_sharded(self.parameter):
+            split = [placement for placement in self.parameter.placements if not placement.is_replicate()]
+            if len(split) > 1 or not all(placement.is_shard(0) for placement in split):
+                found = self.parameter.placements
+                raise ValueError(f"parameters may be replicated, or sharded once, along their first dimension, not {found}")
+
     @cached_property
     def groups(self) -> tuple[Any, ...]:
         """The process groups over which the parameter is split."""
         if not is_sharded(self.parameter):
             return ()
-        found = []
-        for dimension, placement in enumerate(self.parameter.placements):
-            if placement.is_shard(0):
-                found.append(self.parameter.device_mesh.get_group(dimension))
-            elif not placement.is_replicate():
-                raise ValueError(f"parameters may be sharded along their first dimension or replicated, not {placement}")
-        if len(found) > 1:
-            raise ValueError(f"parameters may be sharded along one dimension of the mesh, not {self.parameter.placements}")
-        return tuple(found)
+        mesh = self.parameter.device_mesh
+        return tuple(mesh.get_group(i) for i, placement in enumerate(self.parameter.placements) if placement.is_shard())
 
     def like(self, local: Tensor, shape: torch.Size) -> Tensor:
         """A tensor of this rank's part (of a whole of `shape`, split along the first dimension as the parameter is)."""

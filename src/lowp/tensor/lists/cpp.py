@@ -186,8 +186,8 @@ def source(
 
 def compiler() -> str:
     """The C++ compiler: what CXX names, g++, clang++ or c++."""
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if name and shutil.which(name):
+    for name in [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]:
+        if shutil.which(name):
             return name
     raise FileNotFoundError("no C++ compiler (g++ or clang++) was found; set CXX")
 

@@ -54,9 +54,7 @@ class Lists:
     numpy's on a CPU and tensors on a device; they are made once.
     """
 
-    def __init__(
-        self, rows: Sequence[Sequence[Tensor]], widths: Sequence[int] | None = None, work: int | None = None
-    ) -> None:
+    def __init__(self, rows: Sequence[Sequence[Tensor]], widths: Sequence[int] | None = None, work: int | None = None) -> None:
         self.rows = [list(row) for row in rows]
         self.device = self.rows[0][0].device
         self.lengths = [row[0].numel() for row in self.rows]
@@ -189,6 +187,9 @@ def tables_on(what: ListFunction, device: torch.device) -> tuple[Tensor, ...]:
 def _build(what: ListFunction, device: torch.device) -> Callable[..., Tensor]:
     tables = list(tables_on(what, device))
     program = trace(what.function, what.elements, what.numbers, what.scalars, tables, device)
+    for place, result in zip(what.writes, program.results, strict=False):
+        if result.dtype != what.elements[place].dtype:
+            raise TypeError(f"result {place} is {result.dtype}, and what it is written to is {what.elements[place].dtype}")
     return (_CppKernel if device.type == "cpu" else _TritonKernel)(what, program, tables)
 
 

@@ -60,7 +60,7 @@ _OPERATIONS = {
     "logical_or": "or", "logical_not": "not", "__lshift__": "shl", "__rshift__": "shr", "bitwise_left_shift": "shl",
     "bitwise_right_shift": "shr", "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "where": "where",
     "clamp": "clamp", "maximum": "max", "minimum": "min", "round": "round", "floor": "floor", "_to_copy": "convert",
-    "amax": "amax", "index": "look_up", "remainder": "remainder",
+    "amax": "amax", "index": "look_up",
 }  # fmt: skip
 
 
@@ -154,6 +154,8 @@ class _Reader:
         operation = _OPERATIONS.get(name.split(".")[0])
         if operation is None:
             raise NotImplementedError(f"aten.{name} is not among the elementwise operations that can be printed")
+        if (node.kwargs and operation != "convert") or (operation == "rsub" and len(node.args) > 2):
+            raise NotImplementedError(f"aten.{name} with {', '.join(node.kwargs) or 'alpha'} cannot be printed")
         if operation == "look_up":
             assert isinstance(first, tuple)
             (index,) = node.args[1]
@@ -170,6 +172,8 @@ class _Reader:
             operand = torch.result_type(*(a.meta["val"] if hasattr(a, "op") else a for a in node.args))
         else:
             operand = node.meta["val"].dtype
+        if operation != "convert" and operand in (torch.float16, torch.bfloat16):
+            raise NotImplementedError(f"aten.{name} of {operand}: arithmetic is in float32, 16 bits are for storage")
         return self._emit(operation, node, tuple(arguments), operand)
 
 

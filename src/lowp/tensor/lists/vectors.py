@@ -199,6 +199,8 @@ class Printer:
                 return f"integer_below({a[0]})"
             case "abs" if s.operand == torch.float32:
                 return f"(f32)((i32){a[0]} & 0x7FFFFFFF)"
+            case "abs" if s.operand == torch.float64:
+                return f"(f64)((i64){a[0]} & 0x7FFFFFFFFFFFFFFFLL)"
             case "abs":
                 return f"{a[0]} < 0 ? -{a[0]} : {a[0]}"
             case "max":
