@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/lowp demo
 
 test: setup
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: setup
 	$(BIN)/pytest -m slow --timeout 3600
@@ -41,6 +41,7 @@ bench-wire: setup
 	$(BIN)/python benchmarks/wire.py
 
 bench-optim: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/optim.py
 
 readme: setup

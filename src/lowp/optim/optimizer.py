@@ -115,8 +115,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return f"parameter {own!r}" if own is not None else f"parameter {i} of group {place}, of shape {shape},"
 
     def excluded(self, parameter: Tensor, name: str | None, exclude: Any) -> bool:
-        """Biases and norms (everything of one dimension) unless told otherwise: a function of the parameter, or name
-        patterns."""
+        """Biases and norms (all of one dimension), unless told otherwise by a function of the parameter, or name patterns."""
         if exclude is None:
             return parameter.dim() <= 1
         if callable(exclude):
