@@ -135,3 +135,22 @@ def test_a_nan_changes_nothing_in_kernels_either():
     after = [p.data for p in params] + [optimizer.state[p]["momentum_buffer"] for p in params]
     assert all(same(x, y) for x, y in zip(kept, after, strict=True))
     assert {optimizer.state[p]["step"] for p in params} == {1}
+
+
+def test_flushing_subnormals_changes_nothing():
+    """Squares of 2^-70 are subnormal in float32. torch.set_flush_denormal is the calling thread's; others share the work."""
+    lowp.set_kernel_policy("always")
+    found = []
+    for flush in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(300, 300, generator=generator).bfloat16())
+        parameter.grad = (torch.randn(300, 300, generator=generator) * 2.0**-70).bfloat16()
+        optimizer = lowp.optim.AdamW([parameter])
+        assert torch.set_flush_denormal(flush) or not flush
+        try:
+            optimizer.step()
+        finally:
+            torch.set_flush_denormal(False)
+        found.append([parameter.detach(), *(optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq"))])
+    assert all(torch.equal(plain, flushed) for plain, flushed in zip(*found, strict=True))
+    assert found[0][2].count_nonzero() == found[0][2].numel()

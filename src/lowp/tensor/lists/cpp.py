@@ -30,7 +30,8 @@ LONGEST_BLOCK = 4096  # elements
 _SIGNATURE = """
 extern "C" void run(const int64_t* pointers, const int64_t* lengths, const int64_t* widths, const int32_t* numbers,
                     long tensors, const float* scalars, const int64_t* tables, int64_t* reduced, const int32_t* chunk_tensor,
-                    const int64_t* chunk_start, const int64_t* chunk_sizes, long first, long last) {"""
+                    const int64_t* chunk_start, const int64_t* chunk_sizes, long first, long last) {
+    const Subnormals subnormals;"""
 _CHUNK = """
     for (long chunk = first; chunk < last; chunk++) {
         const long tensor = chunk_tensor[chunk], begin = chunk_start[chunk], length = lengths[tensor];

@@ -44,6 +44,14 @@ template <class V, class S> INLINE V splat(S s) { return (element<V>)s - V{}; } 
 template <class V, class T> INLINE V load(const T* p, long count) {
     V v = {}; memcpy(&v, p, count * sizeof(T)); return v; }
 template <class V, class T> INLINE void store(T* p, V v, long count) { memcpy(p, &v, count * sizeof(T)); }
+// Subnormal numbers count, whatever the calling thread was told (torch.set_flush_denormal).
+struct Subnormals {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+    Subnormals() { _mm_setcsr(before & ~0x8040u); }
+    ~Subnormals() { _mm_setcsr(before); }
+#endif
+};
 template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
 template <class V> INLINE V smaller(V a, V b) { return a < b ? a : b; }
 #if defined(__AVX512F__)
