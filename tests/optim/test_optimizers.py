@@ -459,3 +459,22 @@ def test_loss_scale_keeps_what_fp16_would_lose(kind):
             scale.step(optimizer)
         losses[dtype] = loss.item()
     assert losses[torch.float16] == pytest.approx(losses[torch.float32], rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_momentum_and_decay_can_be_switched_on_later(dtype):
+    """What a group says counts when the step is taken, as in torch."""
+    update = "nearest"
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(8, 8).to(dtype))
+    wide = nn.Parameter(parameter.detach().double())
+    ours, theirs = SGD([parameter], lr=0.125, update=update), torch.optim.SGD([wide], lr=0.125)
+    for step in range(4):
+        for group in (*ours.param_groups, *theirs.param_groups):
+            group["momentum"], group["weight_decay"] = (0.5, 0.25) if step >= 2 else (0.0, 0.0)
+        parameter.grad = torch.randn(8, 8).to(dtype)
+        wide.grad = parameter.grad.double()
+        ours.step()
+        theirs.step()
+    assert (parameter.double() - wide).abs().max() < 4e-3
+    assert "momentum_buffer" in ours.state[parameter]

@@ -29,6 +29,7 @@ class Member:
     parameter: Tensor
     placement: Placement
     number: int
+    name: str | None
     rest: list[Tensor]  # states, compensation, exponents of blocks
     width: int  # of a block
 

@@ -66,6 +66,13 @@ class Layout:
         return (*found, *(Element(torch.int8, of_block=True) for _ in self.blocked))
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        """Of the tensors that belong to a parameter, in the order of elements: states, compensation, exponents of blocks."""
+        names = self.rule.states
+        blocks = (f"{names[i]}_exponents" for i in self.blocked)
+        return (*names, *(["compensation"] if self.update.compensated else []), *blocks)
+
+    @property
     def lost(self) -> int:
         return 2 + len(self.states)
 

@@ -131,7 +131,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _gather(self) -> dict[int, list[Family]]:
         """All parameters that have gradients, by group and layout; states are begun where there are none."""
-        if self._families is not None and not self._newcomers() and not self._moved():
+        if self._families is not None and not (self._newcomers() or self._moved() or self._other_rules()):
             return self._families
         found: dict[int, list[Family]] = {}
         number = 0
@@ -141,9 +141,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 if parameter.grad is not None or self.state.get(parameter):
                     dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype
                     layout = self._layout(parameter, group, self._own_name(group, i), dtype)
-                    if not self.state.get(parameter):
-                        self.state[parameter] = begin(parameter, layout)
-                    member = self._member(parameter, layout, number)
+                    if not {"step", *layout.state_names} <= self.state[parameter].keys():
+                        self.state[parameter] = begin(parameter, layout) | self.state[parameter]
+                    member = self._member(parameter, layout, number, self._own_name(group, i))
                     alike.setdefault((layout, member.placement.groups, member.placement.local.device), []).append(member)
                 number += 1
             found[place] = [self._family(layout, members) for (layout, _, _), members in alike.items()]
@@ -155,15 +155,23 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         everyone = (m for families in (self._families or {}).values() for each in families for m in each.members)
         return any(m.placement.part_of(m.parameter).data_ptr() != m.placement.local.data_ptr() for m in everyone)
 
+    def _other_rules(self) -> bool:
+        """Was something switched on or off in a group, such as momentum or decay?"""
+        for place, families in (self._families or {}).items():
+            for each in families:
+                parameter, group = each.members[0].parameter, self.param_groups[place]
+                if self.rule(parameter, group, each.members[0].name) != each.layout.rule:
+                    return True
+        return False
+
     def _newcomers(self) -> bool:
         return any(p.grad is not None and not self.state.get(p) for group in self.param_groups for p in group["params"])
 
-    def _member(self, parameter: Tensor, layout: Layout, number: int) -> Member:
+    def _member(self, parameter: Tensor, layout: Layout, number: int, name: str | None) -> Member:
         placement, state = Placement(parameter), self.state[parameter]
-        names = [*layout.rule.states, *(["compensation"] if layout.update.compensated else [])]
-        names += [f"{layout.rule.states[i]}_exponents" for i in layout.blocked]
         width = block_width(parameter.shape, LONGEST_BLOCK) if layout.blocked else 0
-        return Member(parameter, placement, number, [placement.part_of(state[name]) for name in names], width)
+        rest = [placement.part_of(state[key]) for key in layout.state_names]
+        return Member(parameter, placement, number, name, rest, width)
 
     def _family(self, layout: Layout, members: list[Member]) -> Family:
         """The bounds of all members lie together; each parameter's state has a view of its own."""
@@ -221,7 +229,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._remember(steps, worst)
 
     def _measure(self, steps: list[Step], plain: list[tuple[dict[str, Any], list[Tensor]]]) -> Tensor:
-        """Look at all gradients; the largest of all. On a CPU, raise if it is not finite."""
+        """Look at all gradients; the largest of all. Raise if it is not finite, where that can be known without waiting."""
         found = [step.measure() for step in steps]
         if self.defaults["nonfinite"] == "propagate" or not found:
             worst = torch.zeros((), dtype=torch.int64, device=found[0].device if found else "cpu")
@@ -229,7 +237,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             worst = found[0] if len(found) == 1 else torch.stack([each.to(found[0].device) for each in found]).amax()
         if self.defaults["nonfinite"] == "propagate":
             return worst
-        if worst.device.type == "cpu" and int(worst) >= LIMIT:
+        if (worst.device.type == "cpu" or plain) and int(worst) >= LIMIT:  # torch's own functions would not leave things alone
             self._raise_nonfinite(steps)
         for p in (p for _, parameters in plain for p in parameters):
             if not bool(torch.isfinite(Placement(p).part_of(p.grad)).all()):
