@@ -39,7 +39,7 @@ def test_frequency_of_rounding_up(name, sign):
             assert within_five_sigma(up_frequency(x, low, fmt, seed=index * 100 + sign), share), (low, high, position)
 
 
-@pytest.mark.parametrize("power", [1, 7, 14])
+@pytest.mark.parametrize("power", [1, pytest.param(7, marks=pytest.mark.slow), 14])
 @pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "int8", "posit8", "dynamic8"])
 def test_far_under_the_smallest_value(name, power):
     """The mean is kept where nearest rounding gives nothing at all."""
