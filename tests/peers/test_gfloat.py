@@ -110,7 +110,8 @@ def comparable(x: Tensor, fmt: FloatFormat) -> Tensor:
     """gfloat lets formats without subnormals underflow without end: its result is then no value of the format."""
     if fmt.subnormals:
         return x
-    return x[(x.abs() >= fmt.smallest) | (x == 0)] if fmt.zero else x[x.abs() >= fmt.smallest]
+    enough = x.double().abs() >= fmt.smallest  # in float32 the smallest may be zero
+    return x[enough | (x == 0)] if fmt.zero else x[enough]
 
 
 def theirs(x: Tensor, info: FormatInfo, mode: str, saturate: bool) -> Tensor:
