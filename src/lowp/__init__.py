@@ -1,10 +1,12 @@
 """lowp: training neural networks in low precision across many machines.
 
-The public API, and nothing else.
+The public API, and nothing else. `health` and `optim` are imported when they are first asked for: who rounds a tensor, or waits
+for `lowp --help`, does not wait for them.
 """
 
-from lowp import health as health
-from lowp import optim as optim
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lowp.formats import FORMATS as FORMATS
 from lowp.formats import BlockFormat as BlockFormat
 from lowp.formats import CodebookFormat as CodebookFormat
@@ -15,10 +17,6 @@ from lowp.formats import PositFormat as PositFormat
 from lowp.formats import Rounding as Rounding
 from lowp.formats import Specials as Specials
 from lowp.formats import format as format
-from lowp.health.audit import ForbiddenTensor as ForbiddenTensor
-from lowp.health.audit import audit as audit
-from lowp.optim.loss_scale import LossScale as LossScale
-from lowp.optim.loss_scale import LossScaleExhausted as LossScaleExhausted
 from lowp.tensor.block import BlockCodes as BlockCodes
 from lowp.tensor.errors import NonFiniteGradient as NonFiniteGradient
 from lowp.tensor.kernels import kernel_info as kernel_info
@@ -30,6 +28,7 @@ from lowp.tensor.ops import fake_quantize as fake_quantize
 from lowp.tensor.ops import quantize as quantize
 from lowp.tensor.packing import pack as pack
 from lowp.tensor.packing import unpack as unpack
+from lowp.version import __version__ as __version__
 from lowp.wire import fsdp as fsdp
 from lowp.wire.collectives import all_reduce as all_reduce
 from lowp.wire.compressor import Compressor as Compressor
@@ -39,4 +38,32 @@ from lowp.wire.faults import CollectiveError as CollectiveError
 from lowp.wire.replicas import check_replicas as check_replicas
 from lowp.wire.virtual import VirtualWorld as VirtualWorld
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:  # what type checkers and editors see of _LATER
+    from lowp import health as health
+    from lowp import optim as optim
+    from lowp.health.audit import ForbiddenTensor as ForbiddenTensor
+    from lowp.health.audit import audit as audit
+    from lowp.optim.loss_scale import LossScale as LossScale
+    from lowp.optim.loss_scale import LossScaleExhausted as LossScaleExhausted
+
+_LATER = {
+    "health": "lowp.health",
+    "optim": "lowp.optim",
+    "ForbiddenTensor": "lowp.health.audit",
+    "audit": "lowp.health.audit",
+    "LossScale": "lowp.optim.loss_scale",
+    "LossScaleExhausted": "lowp.optim.loss_scale",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'lowp' has no attribute {name!r}")
+    module = import_module(_LATER[name])
+    found = module if module.__name__ == f"lowp.{name}" else getattr(module, name)
+    globals()[name] = found  # it is not asked for here again
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -1,4 +1,4 @@
-"""`python -m lowp` is `lowp`."""
+"""`python -m lowp` is `lowp`, for launchers that start modules: `torchrun ... -m lowp train ...`."""
 
 from lowp.cli import app
 

@@ -51,7 +51,7 @@ def fitting_shift(part: np.ndarray, fmt: lowp.Format) -> int:
     if maximum == 0:
         return 0
     shift = LIMIT
-    while shift > -LIMIT and math.ldexp(maximum, shift) > fmt.max:
+    while shift > -LIMIT and math.ldexp(maximum, shift) > fmt.scaled_max:
         shift -= 1
     return shift
 
@@ -64,7 +64,7 @@ def aps_shift(ranks: list[np.ndarray], fmt: lowp.Format, lowest_bound: int | Non
     bound = next(e for e in range(-200, 200) if math.ldexp(1.0, e) >= maximum)
     if lowest_bound is not None:
         bound = max(bound, lowest_bound)
-    largest = next(e for e in range(200, -200, -1) if math.ldexp(1.0, e) <= fmt.max)
+    largest = next(e for e in range(200, -200, -1) if math.ldexp(1.0, e) <= fmt.scaled_max)
     return min(max(largest - bound, -LIMIT), LIMIT)
 
 

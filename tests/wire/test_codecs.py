@@ -68,10 +68,10 @@ def test_without_scale_a_message_says_what_quantize_says(fmt, count):
 def test_local_scale_is_the_largest_power_of_two_that_fits(fmt, magnitude):
     x = numbers(301, magnitude)
     top = x.abs().max().item()
-    shift = math.floor(math.log2(fmt.max / top)) if not math.isinf(fmt.max / top) else 126
-    while top * 2.0**shift > fmt.max:
+    shift = math.floor(math.log2(fmt.scaled_max / top)) if not math.isinf(fmt.scaled_max / top) else 126
+    while top * 2.0**shift > fmt.scaled_max:
         shift -= 1
-    while top * 2.0 ** (shift + 1) <= fmt.max:
+    while top * 2.0 ** (shift + 1) <= fmt.scaled_max:
         shift += 1
     shift = max(-126, min(126, shift))
     wanted = lowp.quantize(x * 2.0**shift, fmt, saturate=True) * 2.0**-shift

@@ -4,15 +4,17 @@ from typing import Annotated
 
 import typer
 
-from lowp.cli import demo, formats, quantize
+from lowp.cli import demo, formats, memory, quantize, recipes, runs, tour, train
 from lowp.cli.errors import OneLineErrors
 from lowp.cli.output import examples, survive_narrow_encodings
 
 EXAMPLES = examples(
-    ("lowp formats", "every format, its range and its precision"),
-    ("lowp formats e4m3fn", "one format in full"),
-    ("lowp quantize e4m3fn 0.3 -500", "what numbers become"),
-    ("lowp demo", "a tour of one minute"),
+    ("lowp demo", "five precisions, trained while you watch"),
+    ("lowp recipes", "what can be trained"),
+    ("lowp train aps8 --ranks 2", "gradients in 8 bits between two processes"),
+    ("lowp runs", "what came of it"),
+    ("lowp formats e4m3fn", "one number format in full"),
+    ("lowp tour", "what formats do to numbers"),
 )
 
 app = typer.Typer(
@@ -42,9 +44,9 @@ def options_of_all_commands(
     ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from, for a bug report.")] = False,
 ) -> None:
-    """Train neural networks in low precision: number formats, tried and measured.
+    """Train neural networks in low precision across many machines.
 
-    Exit codes: 0, done; 1, the reader of the output went away; 2, a mistake in the command or in a file.
+    Exit codes: 0, done; 1, a rank died or the reader of the output went away; 2, a mistake in the command or in a file.
     """
     survive_narrow_encodings()
 
@@ -52,4 +54,9 @@ def options_of_all_commands(
 app.command("formats", epilog=formats.EXAMPLES)(formats.show_formats)
 # Negative numbers look like options: those that no option claims are passed on as numbers.
 app.command("quantize", epilog=quantize.EXAMPLES, context_settings={"ignore_unknown_options": True})(quantize.try_formats)
-app.command("demo")(demo.run_demo)
+app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("recipes", epilog=recipes.EXAMPLES)(recipes.show_recipes)
+app.command("runs", epilog=runs.EXAMPLES)(runs.show_runs)
+app.command("memory", epilog=memory.EXAMPLES)(memory.show_memory)
+app.command("demo", epilog=demo.EXAMPLES)(demo.run_demo)
+app.command("tour")(tour.run_tour)

@@ -1,19 +1,25 @@
-"""`lowp demo`: a tour of about a minute on any machine. Every number in it is computed while you watch."""
+"""`lowp demo`: one small network, trained five times by real processes, each time with other numbers on the wire.
 
+The command plays two parts. Started by a person, it makes a directory, starts the ranks and watches them; started by the
+launcher, as one of those ranks, it trains. Ranks take their time to start, so the same ones do all five trainings.
+"""
+
+import io
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lowp.cli.errors import USER_ERRORS
 from lowp.cli.format_plot import check_suffix
-from lowp.cli.output import console
+from lowp.cli.output import console, examples
 
-NEXT = (
-    ("lowp formats", "every format"),
-    ("lowp formats e4m3fn posit8", "two of them in full"),
-    ("lowp formats --plot formats.png", "where each is precise"),
-    ("lowp quantize e4m3fn 0.3 -500 1e-4", "what your numbers become"),
-    ("lowp quantize mxfp4,e5m2 --file model.safetensors", "what is left of your model"),
+EXAMPLES = examples(
+    ("lowp demo", "under a minute and a half on two cores"),
+    ("lowp demo --seed 1", "other weights, another order: is it luck?"),
+    ("lowp demo --ranks 4", "the same batch, divided by four"),
 )
 
 
@@ -21,21 +27,83 @@ def run_demo(
     plot: Annotated[Path, typer.Option(metavar="FILE", help="Where the picture goes (png, svg or pdf).")] = Path(
         "lowp-demo.png"
     ),
-    seed: Annotated[int, typer.Option(help="Of the tensor and of the noise.")] = 0,
+    ranks: Annotated[int, typer.Option(min=2, help="Processes that train together.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the order of the images and the rounding.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps of each, to see that it works.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The runs' directory. Default: runs/demo-001, -002 ...")
+    ] = None,
 ) -> None:
-    """A tour of a minute: why gradients do not fit into 8 bits, what helps, and why rounding should be random."""
-    from lowp.cli.demo_experiments import accumulate, gradients, survey
+    """Train a small network in FP32, in 8 bits with and without scaling, in 4 bits and in pure FP16, and compare.
+
+    Nothing is downloaded: the images lie inside the package. What is sent is really sent, between processes on this machine.
+    """
+    from lowp.train.launch import is_rank
+
+    if is_rank():
+        assert out is not None
+        train_all(out, ranks, seed, quick)
+    else:
+        _watch_all(plot, out, ranks, seed, quick)
+
+
+def _watch_all(plot: Path, out: Path | None, ranks: int, seed: int, quick: bool) -> None:
+    """The person's part: start the ranks, show what they do, and what came of it."""
     from lowp.cli.demo_plot import plot_demo
-    from lowp.cli.demo_text import print_accumulation, print_survey
+    from lowp.cli.demo_recipes import variants
+    from lowp.cli.demo_screen import Screen
+    from lowp.cli.demo_text import print_introduction, print_next, print_results
+    from lowp.train.check import check
+    from lowp.train.launch import launch
+    from lowp.train.rundir import next_directory
+    from lowp.train.runs import Run
 
     check_suffix(plot)
-    out = console()
-    surveyed = survey(gradients(seed))
-    print_survey(surveyed, out)
-    accumulated = accumulate(seed)
-    print_accumulation(accumulated, out)
-    plot_demo(surveyed, accumulated, plot)
-    out.print("[bold]3. Look and try[/]\n")
-    typer.echo(f"Both as a picture: {plot}. Next:\n")
-    for command, why in NEXT:
-        out.print(f"  [cyan]{command}[/]{' ' * (51 - len(command))}{why}", soft_wrap=True)
+    chosen = variants(ranks, seed, quick)
+    for variant in chosen:
+        check(variant.recipe)
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already, and is no empty directory; choose another --out")
+    folder = out or next_directory(Path("runs"), "demo")
+    screen = console()
+    print_introduction(chosen, screen)
+    command = ["demo", "--out", str(folder), "--ranks", str(ranks), "--seed", str(seed), *["--quick"] * quick]
+    with Screen(folder, chosen, screen):
+        code = launch(command, ranks, threads=1, max_restarts=0)
+    if code:
+        typer.echo(f"lowp: the demo was ended; what it did until then: lowp runs --root {folder}", err=True)
+        raise typer.Exit(code)
+    runs = [Run.read(folder / variant.recipe.name) for variant in chosen]
+    print_results(chosen, runs, screen)
+    plot_demo(chosen, runs, plot)
+    print_next(folder, plot, screen)
+
+
+def train_all(folder: Path, ranks: int, seed: int, quick: bool) -> None:
+    """A rank's part. It says nothing: the person's process reads what is happening from the runs' directories."""
+    from lowp.cli.demo_recipes import variants
+    from lowp.train.divergence import Diverged
+    from lowp.train.run import run
+    from lowp.train.stop import Stop
+    from lowp.train.world import World
+
+    chosen = variants(ranks, seed, quick)
+    world = World.join("cpu", threads=1)
+    try:
+        with Stop(world.ranks) as stop, redirect_stdout(io.StringIO()):
+            for variant in chosen:
+                stop.ask()  # between two runs; in a run, it is the run's own Stop that hears
+                if stop.agreed() is not None:
+                    break
+                try:
+                    end = run(variant.recipe, folder / variant.recipe.name, quiet=True, world=world)
+                except Diverged:
+                    continue  # the table will say so
+                if end["kind"] == "stopped":
+                    break
+    except USER_ERRORS:
+        if world.first:
+            raise
+        sys.exit(2)
+    finally:
+        world.leave()

@@ -1,63 +1,117 @@
-"""What `lowp demo` says about its experiments. The sentences hold the numbers that were just computed."""
+"""What `lowp demo` says before and after: the sentences hold the numbers that were just measured, whatever they are."""
+
+from pathlib import Path
 
 from rich.console import Console
 
-from lowp.cli.demo_experiments import LAYER, SCALES, UPDATE, UPDATES, USABLE_DB, WEIGHTS, Accumulated, Surveyed
-from lowp.cli.fidelity import Fidelity
-from lowp.cli.output import percent, table, tidy
+import lowp
+from lowp.cli.binades import positive_codes
+from lowp.cli.demo_recipes import EIGHT_BITS, FOUR_BITS, Variant
+from lowp.cli.output import table
+from lowp.formats import BlockFormat
+from lowp.train.runs import Run
+from lowp.train.units import UNKNOWN, bytes_text, share_text
+
+HEADINGS = ("test\naccuracy", "against\nfp32", "sent by\na rank", "of\nfp32", "ms a\nstep", "bytes a\nparameter")
+NOISE = 1.5  # points of accuracy by which two trainings differ that differ in their seed alone
 
 
-def print_survey(found: list[Surveyed], out: Console) -> None:
+def print_introduction(variants: list[Variant], out: Console) -> None:
+    recipe = variants[0].recipe
+    hidden = recipe.model.options["hidden"]
     out.print(
-        "[bold]1. Gradients do not fit into 8 bits, until they are scaled[/]\n\n"
-        f"{len(SCALES)} layers of {LAYER} Gaussian numbers, of scale 1, 0.1, 0.01 ... {tidy(f'{SCALES[-1]:g}')}, as\n"
-        "gradients shrink on their way back through a network. Which layers stay usable\n"
-        f"(noise under a tenth of the signal: {USABLE_DB:g} dB of SQNR or more), and what share of\n"
-        "the numbers becomes 0 (under) or is too large (over)?\n"
+        f"[bold]One network, trained {len(variants)} times by {recipe.ranks} processes that exchange their gradients[/]\n\n"
+        f"An MLP with {len(hidden)} hidden layers of {hidden[0]} units learns to tell ten kinds of clothes\n"
+        "apart (10,000 images of 14 x 14 pixels, which came with the package). All is as\n"
+        "in the first training but the numbers: those on the wire, in the last one all.\n"
     )
+
+
+def print_results(variants: list[Variant], runs: list[Run], out: Console) -> None:
     result = table()
-    result.add_column("\nformat", no_wrap=True)
-    result.add_column("\nbits", justify="right")
-    for group in ("as is", "scaled"):
-        for heading in (f"{group}\nusable", "\nSQNR", "\nunder", "\nover"):
-            result.add_column(heading, justify="right", no_wrap=True)
-    for entry in found:
-        scaled = _cells(entry.scaled) if entry.scaled else []
-        result.add_row(str(entry.fmt), f"{entry.fmt.bits:g}", *_cells(entry.plain), *scaled)
+    result.add_column("\ntraining", no_wrap=True)
+    result.add_column("\nwire", no_wrap=True)
+    for heading in HEADINGS:
+        result.add_column(heading, justify="right", no_wrap=True)
+    for variant, run in zip(variants, runs, strict=True):
+        result.add_row(
+            variant.label,
+            variant.recipe.wire.format,
+            share_text(run.accuracy) if run.state == "finished" else run.state,
+            "" if run is runs[0] else _coloured_points(run, runs[0]),
+            bytes_text(run.bytes_sent),
+            UNKNOWN if run.share_of_fp32 is None else f"{100 * run.share_of_fp32:.3g} %",
+            UNKNOWN if run.step_ms is None else f"{run.step_ms:.1f}",
+            UNKNOWN if run.bytes_per_parameter is None else f"{run.bytes_per_parameter:.1f}",
+        )
     out.print(result)
-    eight = [entry for entry in found if entry.fmt.bits == 8 and entry.scaled]
-    best_plain = max(Surveyed.usable(entry.plain) for entry in eight)
-    worst_scaled = min(Surveyed.usable(entry.scaled or []) for entry in eight)
+    _print_lessons(*runs, out=out)
+
+
+def _points(run: Run, first: Run) -> float:
+    """Accuracies differ by points: of 80 % and 81 % the ratio says nothing. A run that was never tested learned nothing."""
+    return 100 * ((run.accuracy or 0.0) - (first.accuracy or 0.0))
+
+
+def _coloured_points(run: Run, first: Run) -> str:
+    points = _points(run, first)
+    colour = "green" if points > -NOISE else "yellow" if points > -2 * NOISE else "red"
+    return f"[{colour}]{points:+.1f}[/]"
+
+
+def _print_lessons(fp32: Run, unscaled: Run, aps: Run, four: Run, pure: Run, *, out: Console) -> None:
+    from rich.table import Table
+
+    half = lowp.format(EIGHT_BITS).smallest / 2
+    numbers = ", ".join(f"{value:g}" for value in _magnitudes(FOUR_BITS))
+    lessons = (
+        (unscaled, f"8 bits as they are: gradients below {half:g} become 0: nearly all of them at first, most of them later."),
+        (
+            aps,
+            "The same 8 bits with Auto Precision Scaling: ranks agree on a power of two for each layer, which costs "
+            "a byte, and send the layer multiplied by it.",
+        ),
+        (four, f"4 bits, each rank's layers with its own scale. All that a gradient can be: ±{numbers}."),
+        (
+            pure,
+            "FP16 in every role: weights, activations, gradients, momentum, wire. Updates are rounded stochastically: "
+            "small ones would be lost.",
+        ),
+    )
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column()
+    for run, lesson in lessons:
+        grid.add_row(_coloured_points(run, fp32), lesson)
+    out.print("\n[bold]Points of accuracy against FP32, and why[/]\n")
+    out.print(grid)
     out.print(
-        f"\nAs they are, 8 bits keep at most {best_plain} of {len(SCALES)} layers. One power of two a layer keeps\n"
-        f"{worst_scaled}, for one byte a layer. Block formats (mx, nv) bring a scale with every 16 or\n"
-        "32 numbers and need no other; over means there: more than the block's largest.\n"
+        f"\n[dim]One run each: differences of up to {NOISE:g} point{'s' * (NOISE != 1)} are luck. Processes on one machine "
+        "exchange through memory, so fewer bytes save little time here; on a network they do. Most CPUs have no FP16 "
+        "arithmetic and take long over it; GPUs are faster in it than in FP32.[/]"
     )
 
 
-def _cells(layers: list[Fidelity]) -> list[str]:
-    total = sum(layers, Fidelity())
-    mean = sum(layer.sqnr_db or 0.0 for layer in layers) / len(layers)
-    return [f"{Surveyed.usable(layers)}/{len(layers)}", f"{mean:.1f}", percent(total.underflow), percent(total.overflow)]
+def _magnitudes(name: str) -> list[float]:
+    fmt = lowp.format(name)
+    assert not isinstance(fmt, BlockFormat)
+    return [fmt.value(code) for code in (0, *positive_codes(fmt))]
 
 
-def print_accumulation(found: list[Accumulated], out: Console) -> None:
-    out.print(
-        "[bold]2. Small updates vanish, unless rounding is random[/]\n\n"
-        f"A weight of 1 takes {UPDATES} updates of {UPDATE:g}, and each sum is rounded. Stochastic\n"
-        f"rounding goes up with a probability equal to the distance covered. Shown: the\n"
-        f"mean of {WEIGHTS} weights, ± their standard deviation.\n"
+def print_next(folder: Path, plot: Path, out: Console) -> None:
+    from rich.markup import escape
+
+    commands = (
+        (f"lowp runs --root {folder}", "these runs again"),
+        (f"lowp runs --root {folder} fp32 aps8", "two of them side by side"),
+        (f"lowp train {folder / 'aps8' / 'recipe.toml'} --ranks 4", "by 4 processes"),
+        ("lowp train aps8 --virtual-ranks 16", "16 ranks in one process"),
+        ("lowp train pure16", "FP16, and audited"),
+        ("lowp recipes", "what else can be trained"),
+        ("lowp formats e4m3fn e5m2", "the formats"),
+        ("lowp tour", "what they do to numbers"),
     )
-    result = table()
-    result.add_column("\nupdates", justify="right")
-    result.add_column("\nexact", justify="right")
-    for entry in found:
-        for heading in (f"{entry.name}\nnearest", "\nstochastic"):
-            result.add_column(heading, justify="right", no_wrap=True)
-    for step in range(0, UPDATES + 1, UPDATES // 4):
-        cells = [(f"{entry.nearest[step]:g}", f"{entry.stochastic[step]:.3f} ± {entry.spread[step]:.3f}") for entry in found]
-        result.add_row(str(step), f"{1 + step * UPDATE:g}", *(cell for pair in cells for cell in pair))
-    out.print(result)
-    to_nearest = ", ".join(f"{entry.name} {entry.nearest[-1]:g}" for entry in found)
-    stochastic = ", ".join(f"{entry.name} {entry.stochastic[-1]:.2f}" for entry in found)
-    out.print(f"\nIt should reach {1 + UPDATES * UPDATE:g}. To nearest: {to_nearest}. Stochastic: {stochastic}.\n")
+    out.print(f"\nAs a picture: [bold]{escape(str(plot))}[/]\n\n[bold]What to try next[/]\n", soft_wrap=True)
+    width = max(len(command) for command, _ in commands)
+    for command, why in commands:
+        out.print(f"  [cyan]{escape(command)}[/]{' ' * (width - len(command))}  {why}", soft_wrap=True)

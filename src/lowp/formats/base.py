@@ -69,6 +69,11 @@ class Format(ABC):
         """The largest finite value."""
         return self.values[-1]
 
+    @property
+    def scaled_max(self) -> float:
+        """Up to where numbers are brought that are scaled to fit: the largest value, unless a format is coarse there."""
+        return self.max
+
     @cached_property
     def min(self) -> float:
         """The most negative finite value."""

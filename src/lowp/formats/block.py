@@ -58,6 +58,10 @@ class BlockFormat:
         return self.element.max * self.scale.max
 
     @property
+    def scaled_max(self) -> float:
+        return self.max
+
+    @property
     def smallest(self) -> float:
         return self.element.smallest * self.scale.smallest
 

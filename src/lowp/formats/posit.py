@@ -33,6 +33,11 @@ class PositFormat(Format):
         return (self.width - 2) << self.exponent_size
 
     @property
+    def scaled_max(self) -> float:
+        """Where the shortest regime ends: up to there posits have all their fraction bits, and down to its inverse."""
+        return 2.0 ** (1 << self.exponent_size)
+
+    @property
     def family(self) -> str:
         return "posit"
 

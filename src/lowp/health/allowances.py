@@ -50,10 +50,11 @@ def holds(values: Any, forbidden: frozenset[torch.dtype]) -> bool:
 
 def memory_of(tensor: Tensor) -> int:
     """What tensors that share memory have in common."""
-    return tensor.untyped_storage()._cdata if _is_dense(tensor) else id(tensor)
+    return tensor.untyped_storage()._cdata if _has_memory(tensor) else id(tensor)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _has_memory(tensor: Tensor) -> bool:
+    """Is there one stretch of it? (Sparse and nested tensors have several.)"""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
@@ -73,7 +74,7 @@ def sightings(
     seen, seen_memory = set(), set()
     for i, (slot, tensor) in enumerate(given + returned):
         memory = memory_of(tensor)
-        identity = memory, tensor.storage_offset() if _is_dense(tensor) else 0, tensor.shape
+        identity = memory, tensor.storage_offset() if _has_memory(tensor) else 0, tensor.shape
         is_result = i >= len(given)
         if identity in seen or (is_result and memory in seen_memory):  # twice the same, or a view of what was counted
             continue

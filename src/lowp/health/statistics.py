@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat, BlockFormat, FloatFormat, Format
 from lowp.formats import format as parse_format
-from lowp.tensor.carrier import CARRIERS, FORMAT_OF_DTYPE
+from lowp.tensor.carrier import CARRIERS, FORMAT_OF_DTYPE, exponent_below
 from lowp.tensor.ops import quantize
 
 # Bins of the exponent histogram: float32 from its smallest subnormal to its largest number, and one bin at either end for what
@@ -167,7 +167,7 @@ def _last_step(fmt: Format) -> float:
     if fmt.bits <= 16:
         return fmt.values[-1] - fmt.values[-2]
     if isinstance(fmt, FloatFormat):
-        return math.ldexp(1.0, math.frexp(fmt.max)[1] - 1 - fmt.mantissa_bits)
+        return math.ldexp(1.0, exponent_below(fmt.max) - fmt.mantissa_bits)
     return fmt.smallest
 
 

@@ -45,6 +45,7 @@ def watch(
     roles: Iterable[str] = ROLES,
     sample: int = 1 << 16,
     keep: int = 16,
+    step: int = 0,
 ) -> "Watch":
     """Measure the numbers of a training run from now on: its first optimizer step, and every `every`-th after it.
 
@@ -69,6 +70,7 @@ def watch(
         path: a file that JSON lines are added to. On several ranks give each its own, or only one of them any.
         sample: at most this many elements of each tensor, always the same ones.
         keep: how many samples `records` holds; the file gets all of them.
+        step: optimizer steps that were done before: a resumed run goes on counting, and samples the steps that it would have.
 
     What cannot be measured is a record with a `reason` instead of figures. The compiler's stance is the process's: while
     activations are sampled, from this call to the end of the first step say, other compiled models run eagerly too.
@@ -83,7 +85,7 @@ def watch(
     roles = (roles,) if isinstance(roles, str) else tuple(roles)
     _check_roles(roles)
     log = Log(None if path is None else Path(path), keep)
-    return Watch(model, optimizer, _formats(format), frozenset(roles), every, sample, log)
+    return Watch(model, optimizer, _formats(format), frozenset(roles), every, sample, log, step)
 
 
 def _check_roles(roles: Iterable[str]) -> None:
@@ -131,8 +133,9 @@ class Watch:
         every: int,
         sample: int,
         log: Log,
+        step: int = 0,
     ) -> None:
-        self.step = 0  # optimizer steps completed
+        self.step = step  # optimizer steps completed
         self._model, self._optimizer = getattr(model, "_orig_mod", model), optimizer  # a compiled model's names are its own
         self._formats, self._roles, self._every, self._most = formats, roles, every, sample
         self._log = log
@@ -145,7 +148,8 @@ class Watch:
         self._step_hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         # A watch that is forgotten must not leave the process eager, nor keep its last figures to itself.
         self._at_end = weakref.finalize(self, _finish, log, self._eagerly)
-        self._begin()
+        if step % every == 0:
+            self._begin()
 
     @property
     def records(self) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from lowp.optim.optimizer import LowPrecisionOptimizer, at_least, options_of
+from lowp.optim.arguments import at_least, options_of
+from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.optim.rules import AdamWRule, Rule
 
 

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -139,12 +139,13 @@ class Step:
     call: Tensor
     scalars: list[float]
     units: list[float]
+    lists: Lists = field(init=False)  # of all that the step reads and writes; `measure` finds where the gradients are
 
     def measure(self) -> Tensor:
         """The largest gradient of all (bits; not below infinity's if something is not finite). Nothing is changed yet."""
         chosen, layout = self.chosen, self.chosen.layout
         chosen.count_in(self.units)
-        small, self._full = chosen.lists()
+        small, self.lists = chosen.lists()
         measured = kernels.measure(layout)(small, chosen.units, [])
         chosen.know(scales.Columns(layout).measured[: measured.shape[0]], measured)
         return chosen.largest.amax()
@@ -156,16 +157,16 @@ class Step:
         if layout.rule.needs_norms:
             scales.opening(layout)(chosen.table, self.call, [])
             if isinstance(layout.rule, LAMBRule):
-                chosen.know(["step"], kernels.measure_step(layout)(self._full, chosen.numbers, self.scalars))
+                chosen.know(["step"], kernels.measure_step(layout)(self.lists, chosen.numbers, self.scalars))
                 scales.with_step(layout)(chosen.table, self.call, [])
-            chosen.know(["sum_weight", "sum_step"], kernels.square(layout)(self._full, chosen.numbers, self.scalars))
+            chosen.know(["sum_weight", "sum_step"], kernels.square(layout)(self.lists, chosen.numbers, self.scalars))
         scales.closing(layout)(chosen.table, self.call, [], worst)
 
     def do(self, worst: Tensor) -> None:
         """The update, unless something was not finite."""
         self._number(worst)
         self.chosen.keep_bounds()
-        kernels.update(self.chosen.layout)(self._full, self.chosen.numbers, self.scalars, worst)
+        kernels.update(self.chosen.layout)(self.lists, self.chosen.numbers, self.scalars, worst)
 
     def intended(self) -> Tensor:
         """What the step would add to the (only) member's weights, float32, on whole tensors. Nothing is changed."""
@@ -175,7 +176,7 @@ class Step:
         chosen.bounds.copy_(before)
         member = chosen.members[0]
         update = kernels.update(layout)
-        elements = update.shaped(self._full.rows[0], member.width)
+        elements = update.shaped(self.lists.rows[0], member.width)
         tables = tables_on(update, chosen.device)
         scalars = torch.tensor(self.scalars, dtype=torch.float32).to(chosen.device, non_blocking=True)
         _, change, _ = kernels.direction(layout, elements, chosen.numbers[:, 0], scalars, tables)

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.optim.rounding import Stored, Update, numbers_of, storage_of
+from lowp.optim.rounding import Stored, Update, numbers_of
 from lowp.optim.rules import LAMBRule, Norms, Rule, SGDRule, root
+from lowp.tensor.carrier import F32, bits_of_power, exponent_above
 from lowp.tensor.lists.function import ListFunction
 from lowp.tensor.lists.trace import Element
+from lowp.tensor.memory import storage_of
 from lowp.tensor.noise import KEY_SIZE, draws
 
 UNIT = KEY_SIZE
@@ -97,7 +99,7 @@ class Layout:
             if state.scale == "tensor":
                 unit = _float(numbers[self.scale_column(i)])
             elif state.scale == "block":
-                unit = power_of_two(elements[self.exponents(i)].to(torch.int32) - state.top)
+                unit = normal_power(elements[self.exponents(i)].to(torch.int32) - state.top)
             found.append(state.read(elements[2 + i], unit, self.tables_of(i, tables)))
         return found
 
@@ -106,14 +108,13 @@ def _float(bits: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent, float32, from integers; held within what float32 has as normal numbers."""
-    return (exponent.clamp(-126, 127) + 127 << 23).view(torch.float32)
+def bits_of_normal_power(exponents: Tensor) -> Tensor:
+    """2^exponent, or the nearest of them that is a normal number of float32, by its bits: a float32 tensor would be one."""
+    return bits_of_power(exponents.clamp(F32.min_exponent, F32.max_exponent))
 
 
-def exponent_above(magnitude: Tensor) -> Tensor:
-    """The least integer e that is sure to have magnitude < 2^e (float32, not negative); at least -126."""
-    return (magnitude.view(torch.int32) >> 23) - 126
+def normal_power(exponents: Tensor) -> Tensor:
+    return _float(bits_of_normal_power(exponents))
 
 
 def _tables(layout: Layout) -> tuple:
@@ -224,8 +225,9 @@ def update(layout: Layout) -> ListFunction:
             if state.scale == "tensor":
                 factor = _float(numbers[layout.scale_column(i) + 1])
             elif state.scale == "block":
-                exponent = exponent_above(numbers_of_state.abs().amax(-1, keepdim=True)).clamp(max=127)
-                factor = power_of_two(state.top - exponent)
+                largest = numbers_of_state.abs().amax(-1, keepdim=True)
+                exponent = exponent_above(largest.view(torch.int32)).clamp(max=127)
+                factor = normal_power(state.top - exponent)
                 exponents.append(exponent.to(torch.int8))
             own = noise[1 + drawing.index(i)] if i in drawing else None
             codes.append(state.write(numbers_of_state, factor, own, layout.tables_of(i, tables)))

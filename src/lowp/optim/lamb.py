@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from lowp.optim.adamw import check_adam
-from lowp.optim.optimizer import LowPrecisionOptimizer, options_of
+from lowp.optim.arguments import excluded, options_of
+from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.optim.rules import LAMBRule, Rule
 
 
@@ -45,4 +46,4 @@ class LAMB(LowPrecisionOptimizer):
         super().__init__(params, defaults, options_of(update, state, state_scale, state_rounding, seed, nonfinite, maximize))
 
     def rule(self, parameter: Tensor, group: dict[str, Any], name: str | None) -> Rule:
-        return LAMBRule(self.excluded(parameter, name, self._exclude))
+        return LAMBRule(excluded(parameter, name, self._exclude))

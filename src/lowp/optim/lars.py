@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lowp.optim.optimizer import LowPrecisionOptimizer, at_least, options_of
+from lowp.optim.arguments import at_least, excluded, options_of
+from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.optim.rules import LARSRule, Rule
 
 
@@ -57,4 +58,4 @@ class LARS(LowPrecisionOptimizer):
         super().__init__(params, defaults, options_of(update, state, state_scale, state_rounding, seed, nonfinite, maximize))
 
     def rule(self, parameter: Tensor, group: dict[str, Any], name: str | None) -> Rule:
-        return LARSRule(group["clip"], group["nesterov"], self.excluded(parameter, name, self._exclude))
+        return LARSRule(group["clip"], group["nesterov"], excluded(parameter, name, self._exclude))

@@ -8,7 +8,6 @@ errors, happens only when a layer overflowed by itself at k = 0.)
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lowp.tensor.carrier import F64
+from lowp.tensor.carrier import F64, exponent_below
 
 NO_GRADIENT = -1  # in the place of a gradient's largest magnitude, whose bits are never negative
 
@@ -68,7 +67,7 @@ class Layer:
 
     @property
     def exponent(self) -> int:
-        return math.frexp(self.factor)[1] - 1
+        return exponent_below(self.factor)
 
     @exponent.setter
     def exponent(self, exponent: int) -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowp.optim.layer_exponents import NO_GRADIENT, Layer, LayerExponents, TimesPowerOfTwo, check_saved_layers
-from lowp.tensor.carrier import CARRIERS, F64
+from lowp.tensor.carrier import CARRIERS, F64, exponent_below
 
 FP16_LIMIT = 2.0**15  # the largest power of two in FP16: a scale above it makes the gradient of an FP16 loss infinite
 
@@ -239,7 +239,7 @@ class LossScale:
 
     def _change(self, value: float) -> None:
         """Set the scale. What layers carry on top gives way, so that growth does not push those at their ceiling over it."""
-        powers = math.frexp(value / self.value)[1] - 1
+        powers = exponent_below(value / self.value)
         self._layers.raise_ceilings(-powers)
         self.value = value
 
@@ -326,7 +326,7 @@ def _power_of_two(name: str, value: Any) -> float:
     if not number or not 2.0**-100 <= value <= 2.0**100 or math.frexp(value)[0] != 0.5:
         near = ""
         if number and 2.0**-100 <= value <= 2.0**100:
-            low = 2.0 ** (math.frexp(value)[1] - 1)
+            low = 2.0 ** exponent_below(value)
             near = f"; near it are {low} and {2 * low}"
         raise ValueError(
             f"{name} must be a power of two between 2^-100 and 2^100, so that scaling does not round, not {value!r}{near}"

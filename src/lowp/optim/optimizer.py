@@ -1,30 +1,30 @@
 """What all optimizers share: parameters, states, a step that happens whole or not at all, checkpoints.
 
 A step looks at all gradients before it changes anything. On a CPU a gradient that is not finite raises at once. On CUDA nobody
-waits
-for the device: the kernels themselves leave everything as it is, and the error comes with the next step (or `check`).
+waits for the device: the kernels themselves leave everything as it is, and the error comes with the next step (or `check`).
 """
 
-import fnmatch
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lowp.optim import scales
+from lowp.optim.arguments import GradientScale, check_gradient, one_of, own_name, scale_of
 from lowp.optim.checkpoint import check_groups, check_states
-from lowp.optim.family import Family, Member, Step
+from lowp.optim.family import Family, Step
+from lowp.optim.gathering import Families, gather, still_holds
 from lowp.optim.in_graph import register, step_in_graph
 from lowp.optim.kernels import Layout
-from lowp.optim.rounding import FORMATS, UPDATES, scale_of_compensation
+from lowp.optim.rounding import UPDATES, scale_of_compensation
 from lowp.optim.rules import Rule
-from lowp.optim.sharding import Placement, is_sharded
-from lowp.optim.storing import LONGEST_BLOCK, begin, block_width, decoded, layout_for
+from lowp.optim.sharding import Placement
+from lowp.optim.storing import decoded, layout_for
+from lowp.tensor.carrier import FORMAT_OF_DTYPE
 from lowp.tensor.errors import NonFiniteGradient
 from lowp.tensor.lists.function import LIMIT
-
-GradientScale = float | Mapping[Tensor, float]
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
@@ -46,11 +46,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     roots: ClassVar[tuple[str, ...]] = ()  # states that are squares
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
-        for name, value in (("update", options["update"]), ("nonfinite", options["nonfinite"])):
-            allowed = UPDATES if name == "update" else ("raise", "propagate")
-            if value not in allowed:
-                raise ValueError(f"unknown {name}={value!r}; it is one of {', '.join(allowed)}")
-        self._families: dict[int, list[Family]] | None = None
+        one_of("nonfinite", options["nonfinite"], ("raise", "propagate"))
+        self._families: Families | None = None
         self._pending: list[Any] = []
         self._flag: Tensor | None = None  # in pinned memory
         super().__init__(params, {**defaults, **options})
@@ -86,15 +83,14 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._families = None
 
     def _check_group(self, group: dict[str, Any], place: int) -> None:
-        if group["update"] not in UPDATES:
-            raise ValueError(f"unknown update={group['update']!r}; it is one of {', '.join(UPDATES)}")
+        one_of("update", group["update"], UPDATES)
         if group["nonfinite"] != self.defaults["nonfinite"]:
             raise ValueError("nonfinite= is for all groups: a step happens whole or not at all")
         if isinstance(group["lr"], Tensor):
             raise TypeError("lr is a float here: a step is never compiled again when it changes")
         for i, parameter in enumerate(group["params"]):
             name = self._name(group, i, place)
-            if parameter.dtype not in FORMATS:
+            if parameter.dtype not in FORMAT_OF_DTYPE:
                 raise TypeError(f"{name} is {parameter.dtype}; weights are float16, bfloat16 or float32")
             if parameter.dtype == torch.float32 and group["update"] != "nearest":
                 raise TypeError(
@@ -104,86 +100,23 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             if parameter.numel() > 1 << 30:
                 raise ValueError(f"{name} has {parameter.numel()} elements; up to 2^30 are supported")
             Placement(parameter).check()
-            self._layout(parameter, group, self._own_name(group, i), parameter.dtype)
-
-    def _own_name(self, group: dict[str, Any], i: int) -> str | None:
-        return group["param_names"][i] if "param_names" in group else None
+            self._layout(parameter, group, own_name(group, i), parameter.dtype)
 
     def _name(self, group: dict[str, Any], i: int, place: int) -> str:
-        own = self._own_name(group, i)
+        own = own_name(group, i)
         shape = tuple(group["params"][i].shape)
         return f"parameter {own!r}" if own is not None else f"parameter {i} of group {place}, of shape {shape},"
-
-    def excluded(self, parameter: Tensor, name: str | None, exclude: Any) -> bool:
-        """Biases and norms (all of one dimension), unless told otherwise by a function of the parameter, or name patterns."""
-        if exclude is None:
-            return parameter.dim() <= 1
-        if callable(exclude):
-            return bool(exclude(parameter))
-        if name is None:
-            raise ValueError("exclude= by names needs names: give model.named_parameters() to the optimizer")
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
 
     # How things are stored.
 
     def _layout(self, parameter: Tensor, group: dict[str, Any], name: str | None, gradient: torch.dtype) -> Layout:
         return layout_for(parameter, group, self.rule(parameter, group, name), self.roots, gradient)
 
-    def _gather(self) -> dict[int, list[Family]]:
-        """All parameters that have gradients, by group and layout; states are begun where there are none."""
-        if self._families is not None and not (self._newcomers() or self._moved() or self._other_rules()):
-            return self._families
-        found: dict[int, list[Family]] = {}
-        number = 0
-        for place, group in enumerate(self.param_groups):
-            alike: dict[Any, list[Member]] = {}
-            for i, parameter in enumerate(group["params"]):
-                if parameter.grad is not None or self.state.get(parameter):
-                    dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype
-                    layout = self._layout(parameter, group, self._own_name(group, i), dtype)
-                    if not {"step", *layout.state_names} <= self.state[parameter].keys():
-                        self.state[parameter] = begin(parameter, layout) | self.state[parameter]
-                    member = self._member(parameter, layout, number, self._own_name(group, i))
-                    alike.setdefault((layout, member.placement.groups, member.placement.local.device), []).append(member)
-                number += 1
-            found[place] = [self._family(layout, members) for (layout, _, _), members in alike.items()]
-        self._families = found
-        return found
-
-    def _moved(self) -> bool:
-        """Was a parameter given other memory (`p.data = ...`)?"""
-        everyone = (m for families in (self._families or {}).values() for each in families for m in each.members)
-        return any(m.placement.part_of(m.parameter).data_ptr() != m.placement.local.data_ptr() for m in everyone)
-
-    def _other_rules(self) -> bool:
-        """Was something switched on or off in a group, such as momentum or decay?"""
-        for place, families in (self._families or {}).items():
-            for each in families:
-                parameter, group = each.members[0].parameter, self.param_groups[place]
-                if self.rule(parameter, group, each.members[0].name) != each.layout.rule:
-                    return True
-        return False
-
-    def _newcomers(self) -> bool:
-        return any(p.grad is not None and not self.state.get(p) for group in self.param_groups for p in group["params"])
-
-    def _member(self, parameter: Tensor, layout: Layout, number: int, name: str | None) -> Member:
-        placement, state = Placement(parameter), self.state[parameter]
-        width = block_width(parameter.shape, LONGEST_BLOCK) if layout.blocked else 0
-        rest = [placement.part_of(state[key]) for key in layout.state_names]
-        return Member(parameter, placement, number, name, rest, width)
-
-    def _family(self, layout: Layout, members: list[Member]) -> Family:
-        """The bounds of all members lie together; each parameter's state has a view of its own."""
-        names = [f"{layout.rule.states[i]}_bound" for i in layout.scaled]
-        device = members[0].placement.local.device
-        bounds = torch.zeros((len(names), len(members)), dtype=torch.int32, device=device)
-        for column, member in enumerate(members):
-            state = self.state[member.parameter]
-            for row, name in enumerate(names):
-                bounds[row, column] = state[name]
-                state[name] = bounds[row, column]
-        return Family(layout, members, bounds)
+    def _gather(self) -> Families:
+        """All parameters that have gradients or states, by group and layout."""
+        if self._families is None or not still_holds(self._families, self.param_groups, self.state, self.rule):
+            self._families = gather(self.param_groups, self.state, self._layout)
+        return self._families
 
     # A step.
 
@@ -210,13 +143,13 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 if self._is_plain(each.layout, group):
                     for member in each.members:
                         if member.parameter.grad is not None:
-                            _check_gradient(member)
+                            check_gradient(member.parameter)
                     plain.append((group, [m.parameter for m in each.members if m.parameter.grad is not None]))
                 else:
                     steps += self._steps_of(each, group, gradient_scale)
         worst = self._measure(steps, plain)
         for group, parameters in plain:
-            units = [1.0 / _scale_of(gradient_scale, p) for p in parameters]
+            units = [1.0 / scale_of(gradient_scale, p) for p in parameters]
             gradients = [p.grad for p in parameters if p.grad is not None]
             gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
             for p in parameters:
@@ -239,9 +172,13 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             return worst
         if (worst.device.type == "cpu" or plain) and int(worst) >= LIMIT:  # torch's own functions would not leave things alone
             self._raise_nonfinite(steps)
-        for p in (p for _, parameters in plain for p in parameters):
-            if not bool(torch.isfinite(Placement(p).part_of(p.grad)).all()):
-                raise NonFiniteGradient(f"the gradient of {self._name_of(p)} is not finite; nothing was changed")
+        members = [p for _, parameters in plain for p in parameters]
+        if members:  # one wait for all of them: torch's own functions would not leave a bad step alone
+            largest = torch._foreach_norm([Placement(p).part_of(p.grad) for p in members], math.inf)
+            finite = torch.stack([each.to(largest[0].device) for each in largest]).isfinite().tolist()
+            if not all(finite):
+                bad = members[finite.index(False)]
+                raise NonFiniteGradient(f"the gradient of {self._name_of(bad)} is not finite; nothing was changed")
         return worst
 
     def _raise_nonfinite(self, steps: list[Step]) -> None:
@@ -261,7 +198,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         by_step: dict[int, list[int]] = {}
         for place, member in enumerate(each.members):
             if member.parameter.grad is not None:
-                _check_gradient(member)
+                check_gradient(member.parameter)
                 by_step.setdefault(self.state[member.parameter]["step"] + 1, []).append(place)
         found = []
         sign = -1.0 if group["maximize"] else 1.0
@@ -271,7 +208,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             call = torch.tensor(scales.constants(rule.averages(group), group["seed"], step), dtype=torch.int32).view(-1, 1)
             if each.device.type != "cpu":
                 call = call.to(each.device, non_blocking=True)
-            units = [sign / _scale_of(gradient_scale, member.parameter) for member in chosen.members]
+            units = [sign / scale_of(gradient_scale, member.parameter) for member in chosen.members]
             found.append(Step(chosen, call, rule.scalars(group, step), units))
         return found
 
@@ -357,7 +294,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         ]
         wanted = [
             [
-                (self._name(group, i, place), p, self._layout(p, group, self._own_name(group, i), p.dtype))
+                (self._name(group, i, place), p, self._layout(p, group, own_name(group, i), p.dtype))
                 for i, p in enumerate(group["params"])
             ]
             for place, group in enumerate(groups)
@@ -368,46 +305,3 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self.state.clear()
         self.state.update(loaded)
         self._families, self._pending = None, []
-
-
-def _scale_of(gradient_scale: GradientScale, parameter: Tensor) -> float:
-    scale = gradient_scale[parameter] if isinstance(gradient_scale, Mapping) else gradient_scale
-    if not scale > 0:
-        raise ValueError(f"gradient_scale must be positive, not {scale}")
-    return float(scale)
-
-
-def _check_gradient(member: Member) -> None:
-    gradient = member.parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse or gradient.layout != torch.strided:
-        raise TypeError("sparse gradients are not supported: use Embedding(sparse=False)")
-    if gradient.shape != member.parameter.shape or gradient.dtype not in FORMATS:
-        raise TypeError(f"a gradient of {gradient.dtype} and shape {tuple(gradient.shape)} does not fit its parameter")
-    if is_sharded(member.parameter) != is_sharded(gradient):
-        raise TypeError("a sharded parameter needs a sharded gradient")
-    if is_sharded(gradient) and gradient.placements != member.parameter.placements:  # type: ignore[attr-defined]
-        raise TypeError(f"the gradient is placed as {gradient.placements}, its parameter not")  # type: ignore[attr-defined]
-
-
-def options_of(
-    update: str,
-    state: Any,
-    state_scale: str | None,
-    state_rounding: str | None,
-    seed: int,
-    nonfinite: str,
-    maximize: bool,
-) -> dict[str, Any]:
-    """The arguments that all optimizers share, as they are kept in groups."""
-    return {
-        "update": update, "state": state, "state_scale": state_scale, "state_rounding": state_rounding, "seed": seed,
-        "nonfinite": nonfinite, "maximize": maximize,
-    }  # fmt: skip
-
-
-def at_least(name: str, value: float, least: float = 0.0, below: float | None = None) -> None:
-    """A clear error for a hyper-parameter out of range (or NaN)."""
-    if not value >= least or (below is not None and not value < below):
-        limit = f"at least {least:g}" + ("" if below is None else f" and below {below:g}")
-        raise ValueError(f"{name} must be {limit}, not {value}")

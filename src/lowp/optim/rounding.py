@@ -5,40 +5,30 @@
     stochastic  weight = round(exact), up or down at random        so that the mean is exact: small updates survive on average
     kahan       weight = round(exact + lost), lost = what rounding took away    kept in a second number of 16 bits
 
-Decay is part of the update, so it is not lost either. A number that Kahan's compensation `lost` can hold is at most half a unit
-of
-the weight: it is stored multiplied by 2^(mantissa bits + 1), which brings it to the weight's own range, so that FP16 can hold
-it.
+Decay is part of the update, so it is not lost either. What Kahan's compensation `lost` has to hold is at most half a unit in
+the last place of the weight: it is stored multiplied by 2^(mantissa bits + 1), which brings it to the weight's own range, so
+that FP16 can hold it.
 
 A state is stored in a format, multiplied by a power of two of its own: one for the tensor, or one for each block of a row.
-Numbers
-that sit under a square root never become zero: they keep at least the format's smallest number, or a weight whose gradients are
-small beside its neighbours' would be moved by m / eps.
+Numbers that sit under a square root never become zero: they keep at least the format's smallest number, or a weight whose
+gradients are small beside its neighbours' would be moved by m / eps.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat
 from lowp.formats.base import Format
-from lowp.formats.floats import BF16, FP16, FP32
+from lowp.formats.floats import FP32
 from lowp.formats.posit import PositFormat
-from lowp.tensor.core import Decode, Encode, code_dtype, code_storage, decode_operation, encode_operation
+from lowp.tensor.carrier import DTYPE_OF_FORMAT, FORMAT_OF_DTYPE, exponent_below
+from lowp.tensor.core import Decode, Encode, code_dtype, decode_operation, encode_operation
+from lowp.tensor.memory import storage_of
 from lowp.tensor.table import Table
 
 UPDATES = ("stochastic", "kahan", "nearest")
-DTYPES: dict[AnyFormat, torch.dtype] = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16}
-FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
-_STORAGE = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
-
-
-def storage_of(dtype: torch.dtype) -> torch.dtype:
-    """The integers that a kernel sees a dtype's memory as."""
-    return _STORAGE.get(dtype, torch.int8 if dtype == torch.uint8 else dtype)
 
 
 def numbers_of(stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,9 +45,9 @@ def stochastic_half(numbers: Tensor, noise: Tensor, positive: bool) -> Tensor:
     """Float32 numbers as stored float16 bits, rounded stochastically: the bits of `encode`, in half as many operations.
 
     1. What float16 has no place for is 13 bits of a normal number, and one more for each binade below its smallest normal one.
-    2. Noise of as many bits is added, and they are cut off. A carry into the exponent is the next power of two, as it should
-    be. 3. Below the smallest subnormal number (2^-24) it is that or zero, by the share of it that is covered. 4. The chip's own
-    conversion is exact now, or infinite.
+    2. Noise of as many bits is added, and they are cut off. A carry into the exponent gives the next power of two: rightly.
+    3. Below the smallest subnormal number (2^-24) it is that or zero, by the share of it that is covered.
+    4. The chip's own conversion is exact now, or infinite.
 
     `positive`: numbers are at least 2^-24, and finite; then there is no sign and no third step.
     """
@@ -74,7 +64,7 @@ def stochastic_half(numbers: Tensor, noise: Tensor, positive: bool) -> Tensor:
 
 
 def scale_of_compensation(dtype: torch.dtype) -> float:
-    return 2.0 ** (FORMATS[dtype].mantissa_bits + 1)  # type: ignore[union-attr]  # floats all
+    return 2.0 ** (FORMAT_OF_DTYPE[dtype].mantissa_bits + 1)
 
 
 @dataclass(frozen=True)
@@ -94,9 +84,7 @@ class Update:
 
     @cached_property
     def _encode(self) -> Encode:
-        fmt = FORMATS[self.dtype]
-        assert isinstance(fmt, Format)
-        return encode_operation(fmt, torch.float32, "stochastic", False, "zero")
+        return encode_operation(FORMAT_OF_DTYPE[self.dtype], torch.float32, "stochastic", False, "zero")
 
     def apply(self, weight: Tensor, update: Tensor, lost: Tensor | None, noise: Tensor | None) -> tuple[Tensor, ...]:
         """The stored weight and, for Kahan, the stored compensation. `lost` is the stored one before."""
@@ -126,13 +114,18 @@ class Stored:
     positive: bool  # under a square root
 
     @property
+    def is_plain(self) -> bool:
+        """Is the format one of torch's own, which the chip converts?"""
+        return self.format in DTYPE_OF_FORMAT
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the state's tensor."""
-        return DTYPES.get(self.format, code_dtype(self.format))
+        return DTYPE_OF_FORMAT[self.format] if self.is_plain else code_dtype(self.format)
 
     @property
     def storage(self) -> torch.dtype:
-        return storage_of(self.dtype) if self.format in DTYPES else code_storage(self.format)
+        return storage_of(self.dtype)
 
     @property
     def stochastic(self) -> bool:
@@ -155,11 +148,11 @@ class Stored:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        return () if self.format in DTYPES and not self.stochastic else (*self._encode.tables, *self._decode.tables)
+        return () if self.is_plain and not self.stochastic else (*self._encode.tables, *self._decode.tables)
 
     def read(self, stored: Tensor, unit: Tensor | None, tables: tuple[Tensor, ...]) -> Tensor:
         """The state's numbers: codes times what they count in."""
-        if self.format in DTYPES:
+        if self.is_plain:
             numbers = numbers_of(stored, self.dtype)
         else:
             numbers = self._decode(stored, tables[len(self._encode.tables) :]).view(torch.float32)
@@ -171,14 +164,9 @@ class Stored:
             numbers = numbers * factor
         if self.positive and self.format != FP32:
             numbers = numbers.clamp(min=self.format.smallest)
-        if self.format in DTYPES and not self.stochastic:
+        if self.is_plain and not self.stochastic:
             return stored_of(numbers, self.dtype)
         if self.dtype == torch.float16:
             assert noise is not None
             return stochastic_half(numbers, noise, self.positive)
         return self._encode.codes(numbers.view(torch.int32), noise, tables[: len(self._encode.tables)])
-
-
-def exponent_below(number: float) -> int:
-    """The exponent of the largest power of two that is not above a number."""
-    return math.frexp(number)[1] - 1

@@ -69,9 +69,7 @@ class SGDRule:
         gain = max(1.0, (1.0 - group["dampening"]) / rest)
         return (Average(group["momentum"], gain, 1, group["weight_decay"]),) if self.momentum else ()
 
-    def direction(
-        self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor, norms: Norms | None
-    ) -> tuple[Tensor, list[Tensor]]:
+    def direction(self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor, norms: Norms | None) -> Direction:
         if self.decay:
             g = g + w * s[1]
         if not self.momentum:
@@ -83,8 +81,10 @@ class SGDRule:
 
 @dataclass(frozen=True)
 class AdamWRule:
-    """`m += (1 - b1)(g - m); v = b2 v + (1 - b2) g^2; w -= lr (wd w + m^ / (sqrt(v^) + eps))`, with m^ and v^ corrected for
-    bias."""
+    """`m += (1 - b1)(g - m); v = b2 v + (1 - b2) g^2; w -= lr (wd w + m^ / (sqrt(v^) + eps))`.
+
+    m^ and v^ are m and v corrected for having begun at zero.
+    """
 
     needs_norms = False
     scalar_count = 7
@@ -100,15 +100,14 @@ class AdamWRule:
         beta1, beta2 = group["betas"]
         return Average(beta1), Average(beta2, power=2)
 
-    def direction(
-        self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor, norms: Norms | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        mean, square = _moments(g, states, s)
-        return (mean / (root(square) * s[3] + s[4])) * s[5] + w * s[6], [mean, square]
+    def direction(self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor, norms: Norms | None) -> Direction:
+        return _adam_step(w, g, states, s)
 
 
-def _moments(g: Tensor, states: list[Tensor], s: Tensor) -> tuple[Tensor, Tensor]:
-    return states[0] + (g - states[0]) * s[0], states[1] * s[1] + (g * g) * s[2]
+def _adam_step(w: Tensor, g: Tensor, states: list[Tensor], s: Tensor) -> Direction:
+    """`m^ / (sqrt(v^) + eps) + wd w` in the units of s[5] and s[6], and the new moments."""
+    mean, square = states[0] + (g - states[0]) * s[0], states[1] * s[1] + (g * g) * s[2]
+    return (mean / (root(square) * s[3] + s[4])) * s[5] + w * s[6], [mean, square]
 
 
 @dataclass(frozen=True)
@@ -147,9 +146,7 @@ class LARSRule:
         known = (norms.weight > 0) & (norms.step > 0)
         return torch.where(known, ratio, torch.ones_like(ratio)) * s[0]
 
-    def direction(
-        self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor, norms: Norms | None
-    ) -> tuple[Tensor, list[Tensor]]:
+    def direction(self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor, norms: Norms | None) -> Direction:
         if norms is None:
             lr, gradient = s[0], g
         else:
@@ -180,14 +177,11 @@ class LAMBRule:
     def averages(self, group: dict[str, Any]) -> tuple[Average, ...]:
         return AdamWRule().averages(group)
 
-    def step(self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def step(self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor) -> Direction:
         """r, whose norm is asked for before anything is updated."""
-        mean, square = _moments(g, states, s)
-        return (mean / (root(square) * s[3] + s[4])) * s[5] + w * s[6], [mean, square]
+        return _adam_step(w, g, states, s)
 
-    def direction(
-        self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor, norms: Norms | None
-    ) -> tuple[Tensor, list[Tensor]]:
+    def direction(self, w: Tensor, g: Tensor, states: list[Tensor], s: Tensor, norms: Norms | None) -> Direction:
         step, new = self.step(w, g, states, s)
         if norms is None:
             return step * s[7], new

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.optim.kernels import UNIT, Layout, measures_weights
+from lowp.optim.kernels import UNIT, Layout, bits_of_normal_power, measures_weights
 from lowp.optim.rules import Average, LAMBRule
+from lowp.tensor.carrier import exponent_above
 from lowp.tensor.lists.function import ListFunction
 from lowp.tensor.lists.trace import Element
 from lowp.tensor.noise import key_columns, words_of
@@ -45,15 +46,6 @@ def constants(averages: tuple[Average, ...], seed: int, step: int) -> list[int]:
         norm = _NEVER if average.norm_gain is None else exponent_of(average.norm_gain)
         found += [falls, exponent_of(average.gain), exponent_of(average.weight_decay), norm]
     return found
-
-
-def _bits_of_power(exponent: Tensor) -> Tensor:
-    """The bits of 2^exponent in float32."""
-    return (exponent.clamp(-126, 127) + 127 << 23).to(torch.int32)
-
-
-def _exponent_above(bits: Tensor) -> Tensor:
-    return (bits >> 23) - 126
 
 
 def _length_in_bits(number: Tensor) -> Tensor:
@@ -112,8 +104,12 @@ class Columns:
 
 
 def _function(layout: Layout, write: dict[str, bool]) -> ListFunction:
-    """`open`: keys, units, present scales, and what brings weights below one; `step`: the same for LAMB's step; `close`: new
-    bounds and scales, norms."""
+    """The kernel that makes some of the numbers.
+
+    - `open`: keys, units, present scales, and what brings weights below one.
+    - `step`: what brings the step (LARS: the gradient) below one.
+    - `close`: new bounds and scales, norms.
+    """
     columns = Columns(layout)
     tops = [layout.states[i].top for i in layout.scaled]
     targets: list[int] = []
@@ -126,7 +122,7 @@ def _function(layout: Layout, write: dict[str, bool]) -> ListFunction:
         if write["open"]:
             results |= _opened(have, call, bounds, tops, columns)
         if write["step"]:
-            results[columns.number(layout.norm_column + 1)] = _bits_of_power(-_exponent_above(have[columns.step]))
+            results[columns.number(layout.norm_column + 1)] = bits_of_normal_power(-exponent_above(have[columns.step]))
         if write["close"]:
             results |= _closed(have, call, bounds, tops, columns)
         targets[:] = list(results)
@@ -147,11 +143,11 @@ def _opened(
     found = {number(i): key for i, key in enumerate(keys)}
     found[number(UNIT)] = have["units"]
     for bound, top, state in zip(bounds, tops, layout.scaled, strict=True):
-        found[number(layout.scale_column(state))] = _bits_of_power(-stored_shift(bound, top))
+        found[number(layout.scale_column(state))] = bits_of_normal_power(-stored_shift(bound, top))
     if layout.rule.needs_norms:
         column = layout.norm_column
-        found[number(column)] = _bits_of_power(-_exponent_above(have["weight"]))
-        found[number(column + 2)] = _bits_of_power(2 * have["half_bits"])
+        found[number(column)] = bits_of_normal_power(-exponent_above(have["weight"]))
+        found[number(column + 2)] = bits_of_normal_power(2 * have["half_bits"])
     return found
 
 
@@ -167,27 +163,27 @@ def _closed(
         fallen = torch.maximum(old - falls, incoming)
         new = torch.where(incoming <= old - (1 << FRACTION), fallen, torch.maximum(old, incoming))
         found[columns.bound(i)] = new = new.clamp(UNKNOWN, 1 << 30).to(torch.int32)
-        found[number(layout.scale_column(state) + 1)] = _bits_of_power(stored_shift(new, top))
+        found[number(layout.scale_column(state) + 1)] = bits_of_normal_power(stored_shift(new, top))
     if layout.rule.needs_norms:
         for i, (name, total) in enumerate((("weight", have["sum_weight"]), (columns.step, have["sum_step"]))):
             column = layout.norm_column + 3 + 3 * i
             found[number(column)] = (total >> 31).to(torch.int32)
             found[number(column + 1)] = (total & 0x7FFFFFFF).to(torch.int32)
-            found[number(column + 2)] = _bits_of_power(_exponent_above(have[name]) - have["half_bits"])
+            found[number(column + 2)] = bits_of_normal_power(exponent_above(have[name]) - have["half_bits"])
     return found
 
 
 def _incoming(have: dict[str, Tensor], own: list[Tensor], layout: Layout, squared: bool) -> Tensor:
     """The exponent of a bound on what a state takes in."""
     _, gain, decay, norm_gain = own
-    together = _exponent_above(have["gradient"])
+    together = exponent_above(have["gradient"])
     if "weight" in have:  # two numbers are at most twice the larger one
         decays = (decay > _NEVER).to(torch.int64)
-        together = torch.maximum(together, _exponent_above(have["weight"]) + decay) + decays
+        together = torch.maximum(together, exponent_above(have["weight"]) + decay) + decays
     incoming = gain + together * (2 if squared else 1)
     if not layout.rule.needs_norms:
         return incoming
-    root = (_length_in_bits(have["sum_weight"]) + 1 >> 1) + _exponent_above(have["weight"]) - have["half_bits"]
+    root = (_length_in_bits(have["sum_weight"]) + 1 >> 1) + exponent_above(have["weight"]) - have["half_bits"]
     known = (have["sum_weight"] > 0) & (have["sum_step"] > 0) & (norm_gain > _NEVER)
     return torch.where(known, norm_gain + root, incoming)
 

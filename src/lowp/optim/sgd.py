@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from lowp.optim.optimizer import LowPrecisionOptimizer, at_least, options_of
+from lowp.optim.arguments import at_least, options_of
+from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.optim.rules import Rule, SGDRule
 
 

@@ -10,14 +10,15 @@ from torch import Tensor
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
-from lowp.optim import scales
+from lowp.optim import kernels, scales
 from lowp.optim.family import Member, in_shape_of
-from lowp.optim.kernels import Layout, power_of_two
-from lowp.optim.rounding import FORMATS, Stored, Update, exponent_below
+from lowp.optim.kernels import Layout
+from lowp.optim.rounding import Stored, Update
 from lowp.optim.rules import Average, Rule
 from lowp.optim.sharding import Placement
-from lowp.tensor.carrier import F32, carrier_for
-from lowp.tensor.lists.function import memory
+from lowp.tensor.carrier import F32, FORMAT_OF_DTYPE, carrier_for, exponent_below
+from lowp.tensor.lists.function import tables_on
+from lowp.tensor.memory import is_dense
 
 LONGEST_BLOCK = 256
 _SHORTEST_BLOCK = 32
@@ -43,7 +44,7 @@ def layout_for(parameter: Tensor, group: dict[str, Any], rule: Rule, roots: tupl
 
 
 def _stored(parameter: Tensor, group: dict[str, Any], wish: Any, name: str, root: bool, average: Average) -> Stored:
-    own = FORMATS[parameter.dtype]
+    own = FORMAT_OF_DTYPE[parameter.dtype]
     fmt = own if wish is None else parse_format(wish)
     scale = group["state_scale"] or ("block" if fmt.bits < 16 else "tensor")
     if scale not in ("tensor", "block"):
@@ -108,7 +109,7 @@ def begin(parameter: Tensor, layout: Layout) -> dict[str, Any]:
     """A parameter's states before its first step."""
     placement = Placement(parameter)
     local = placement.local
-    if not _is_dense(local):
+    if not is_dense(local):
         raise ValueError(f"a parameter of shape {tuple(local.shape)} and strides {local.stride()} is not dense")
     state: dict[str, Any] = {"step": 0}
     for name, stored in zip(layout.rule.states, layout.states, strict=True):
@@ -124,22 +125,14 @@ def begin(parameter: Tensor, layout: Layout) -> dict[str, Any]:
     return state
 
 
-def _is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
-
-
 def decoded(member: Member, layout: Layout, bounds: Tensor) -> dict[str, Tensor]:
-    """A member's states as numbers (float32). `bounds` are its own."""
-    found = {}
-    for k, (name, stored) in enumerate(zip(layout.rule.states, layout.states, strict=True)):
-        codes = memory(member.rest[k], stored.storage)
-        unit: Tensor | None = None
-        if stored.scale == "tensor":
-            unit = power_of_two(-scales.stored_shift(bounds[layout.scaled.index(k)], stored.top))
-        elif stored.scale == "block":
-            exponents = member.rest[layout.exponents(k) - 2].reshape(-1, 1).to(torch.int32)
-            unit = power_of_two(exponents - stored.top)
-            codes = codes.view(-1, member.width)
-        tables = tuple(table.tensor(codes.device) for table in stored.tables)
-        found[name] = in_shape_of(stored.read(codes, unit, tables), member.placement.local)
-    return found
+    """A member's states as numbers (float32), read as a step reads them. `bounds` are its own."""
+    local = member.placement.local
+    update = kernels.update(layout)
+    no_gradient = torch.empty(0, dtype=layout.gradient, device=local.device)
+    elements = update.shaped([local, no_gradient, *member.rest], member.width)
+    numbers = torch.zeros(layout.numbers, dtype=torch.int32, device=local.device)
+    for i, bound in zip(layout.scaled, bounds, strict=True):
+        numbers[layout.scale_column(i)] = kernels.bits_of_normal_power(-scales.stored_shift(bound, layout.states[i].top))
+    states = layout.read_states(elements, numbers, tables_on(update, local.device))
+    return {name: in_shape_of(state, local) for name, state in zip(layout.rule.states, states, strict=True)}

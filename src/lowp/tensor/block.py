@@ -9,7 +9,6 @@ All of this is done in float64, where scaling by any of these scales is exact or
 rounded to far more bits than an element has; no chip differs there.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from lowp.formats import BlockFormat, Format
 from lowp.formats.floats import FP32
-from lowp.tensor.carrier import CARRIERS, F64
+from lowp.tensor.carrier import CARRIERS, F64, exponent_below
 from lowp.tensor.core import (
     code_dtype,
     code_storage,
@@ -124,13 +123,9 @@ def _scales(numbers: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor | None]:
 
 def _power_of_two_scales(largest: Tensor, fmt: BlockFormat) -> Tensor:
     """2^(exponent of the largest - exponent of the element format's maximum), from the exponent's bits."""
-    lowest, highest = F64.power_of_two(_exponent(fmt.scale.smallest)), F64.power_of_two(_exponent(fmt.scale.max))
+    lowest, highest = (F64.power_of_two(exponent_below(bound)) for bound in (fmt.scale.smallest, fmt.scale.max))
     exponent = largest.view(torch.int64) & F64.infinity
     return (exponent - (fmt.max_exponent << F64.fraction_bits)).clamp(lowest, highest).view(torch.float64)
-
-
-def _exponent(power_of_two: float) -> int:
-    return math.frexp(power_of_two)[1] - 1
 
 
 def _unit(scales: Tensor, tensor_scale: Tensor | None, count: int, fmt: BlockFormat) -> Tensor:

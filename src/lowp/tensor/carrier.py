@@ -87,6 +87,27 @@ F32, F64 = CARRIERS[torch.float32], CARRIERS[torch.float64]
 
 # The dtypes as formats, for converting between carriers. (float64 is the widest carrier: never a target.)
 FORMAT_OF_DTYPE = {torch.float16: FP16, torch.bfloat16: BF16, torch.float32: FP32}
+DTYPE_OF_FORMAT: dict[Format, torch.dtype] = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
+
+
+def bits_of_power(exponents: Tensor) -> Tensor:
+    """The bits of 2^exponent in float32, for integers from -126 to 127."""
+    return (exponents + F32.bias << F32.fraction_bits).to(torch.int32)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^exponent in float32, exactly, for integers from -126 to 127."""
+    return bits_of_power(exponents).view(torch.float32)
+
+
+def exponent_above(bits: Tensor) -> Tensor:
+    """The least e that is sure to have x < 2^e, at least -126, for the bits of float32 numbers x that are not negative."""
+    return (bits >> F32.fraction_bits) - (F32.bias - 1)
+
+
+def exponent_below(number: float) -> int:
+    """The exponent of the largest power of two that is not above a number."""
+    return math.frexp(number)[1] - 1
 
 
 def is_grid(fmt: Format) -> TypeIs[FloatFormat | FixedFormat]:
@@ -108,7 +129,7 @@ def grid_fits(fmt: FloatFormat | FixedFormat, carrier: Carrier) -> bool:
     and at least one bit must always go (so that "half a step" exists).
     """
     mantissa_bits, min_exponent = grid_shape(fmt)
-    if math.frexp(fmt.max)[1] - 1 > carrier.max_exponent:
+    if exponent_below(fmt.max) > carrier.max_exponent:
         return False
     if min_exponent == carrier.min_exponent:
         return mantissa_bits <= carrier.fraction_bits

@@ -21,6 +21,7 @@ from lowp.formats.posit import PositFormat
 from lowp.tensor import grid as grids
 from lowp.tensor import posit as posits
 from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier_for, grid_fits, is_grid
+from lowp.tensor.memory import storage_of
 from lowp.tensor.noise import draw
 from lowp.tensor.table import Staircase, Table, bits_of_number, goes_up, number_of_bits, staircase
 
@@ -33,8 +34,8 @@ def code_dtype(fmt: Format) -> torch.dtype:
 
 
 def code_storage(fmt: Format) -> torch.dtype:
-    """The dtype of codes inside kernels: inductor narrows 32-bit integers to int8 with one instruction, to uint8 with many."""
-    return torch.int8 if fmt.bits <= 8 else code_dtype(fmt)
+    """The dtype of codes inside kernels."""
+    return storage_of(code_dtype(fmt))
 
 
 # Dtypes are formats like any other: the constants for reading one in a wider carrier, and for rounding a wider one to it.

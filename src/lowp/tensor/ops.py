@@ -20,6 +20,7 @@ from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import Operation, code_dtype, decode_operation, encode_operation, quantize_operation
 from lowp.tensor.dynamo import in_graph, teach_dynamo
 from lowp.tensor.inline import apply_inline
+from lowp.tensor.memory import flat_memory, is_dense, storage_of
 from lowp.tensor.noise import Noise
 from lowp.tensor.packing import pack as pack_codes
 from lowp.tensor.packing import unpack
@@ -209,23 +210,18 @@ def _write(out: Tensor | None, result: Tensor) -> Tensor:
     return out.copy_(result)
 
 
-def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The integers in which kernels see a dtype's memory."""
-    return CARRIERS[dtype].storage if dtype in CARRIERS else (torch.int8 if dtype == torch.uint8 else dtype)
-
-
 def _apply(
     operation: Operation, x: Tensor, noise: Noise | None, dtype: torch.dtype, out: Tensor | None, strict: bool = False
 ) -> Tensor:
     if _someone_else_in_charge(x):
-        return _write(out, apply_inline(operation, x.detach().view(_stored_dtype(x.dtype)), noise).view(dtype))
+        return _write(out, apply_inline(operation, x.detach().view(storage_of(x.dtype)), noise).view(dtype))
     x = x.detach()
-    if not _is_dense(x) or (noise is not None and not x.is_contiguous()):
+    if not is_dense(x) or (noise is not None and not x.is_contiguous()):
         x = x.contiguous()  # noise counts elements in row-major order
     result = out if out is not None and _writes_in_place(x, out) else torch.empty_like(x, dtype=dtype)
-    stored = _memory(x)
+    stored = flat_memory(x, storage_of(x.dtype))
     check = (lambda start, stop: _refuse_nan(stored[start:stop].view(x.dtype), operation.fmt)) if strict else None
-    kernels.run(operation, stored, noise, _memory(result), check)
+    kernels.run(operation, stored, noise, flat_memory(result, storage_of(dtype)), check)
     if out is None:
         return result
     if result is not out:
@@ -234,23 +230,12 @@ def _apply(
     return out
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Does the tensor fill its stretch of memory, in whatever order of dimensions?"""
-    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
-
-
 def _writes_in_place(x: Tensor, out: Tensor) -> bool:
     """May a kernel write to `out` while it reads `x` (dense)? They must be laid out alike, and apart or exactly the same."""
     if out.stride() != x.stride() or type(out) is not Tensor or out.is_neg():
         return False
     same = out.data_ptr() == x.data_ptr() and out.dtype == x.dtype
     return same or not torch._C._overlaps(x, out)
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    """A dense tensor's memory as a flat integer tensor."""
-    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(_stored_dtype(tensor.dtype))
 
 
 @in_graph

@@ -1,7 +1,6 @@
 """Gradients of a model, compressed step after step: what the hooks of DDP and a training loop of one's own have in common."""
 
 import hashlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowp.version import __version__
 from lowp.wire.auto import choose
 from lowp.wire.communicator import Communicator, agree
 from lowp.wire.courier import Courier, Parcel
@@ -58,7 +58,7 @@ class Compressor:
         parent = self._communicator.parent
         self._device = device
         try:
-            agree(parent, f"version={_version()} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
+            agree(parent, f"version={__version__} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
             self._reduction = self._choose()
         except Exception as error:  # the group is not lost: the next one may have it
             self._communicator.close(failed=not isinstance(error, ValueError))
@@ -209,11 +209,6 @@ def _forget(parameters: Iterable[Tensor]) -> None:
     """Optimizers pass over parameters without a gradient: the step does not happen."""
     for parameter in parameters:
         parameter.grad = None
-
-
-def _version() -> str:
-    """lowp's. A module of this layer must not import the top package, which imports everything."""
-    return sys.modules["lowp"].__version__
 
 
 def _digest(shapes: Mapping[str, torch.Size]) -> str:

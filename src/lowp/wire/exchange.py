@@ -41,6 +41,12 @@ class State:
         """Copies of residuals and bounds, to go back to when a step is skipped. (Bounds are replaced, never written to.)"""
         return {name: residual.clone() for name, residual in self.residuals.items()}, dict(self.bounds)
 
+    def snapshot(self) -> "tuple[int, dict[str, Tensor], dict[str, Tensor]]":
+        return self.step, *self.memory()
+
+    def restore(self, before: "tuple[int, dict[str, Tensor], dict[str, Tensor]]") -> None:
+        self.step, self.residuals, self.bounds = before
+
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "residuals": dict(self.residuals), "bounds": dict(self.bounds)}
 
@@ -66,6 +72,11 @@ class SharedScales:
 
     def _first_of_delayed(self, layer: Layer) -> bool:
         return layer.codec.scale.kind == "aps_delayed" and layer.name not in self._state.bounds
+
+    @property
+    def agrees(self) -> bool:
+        """Is there a layer whose scale the ranks agree on in this step?"""
+        return bool(self._now)
 
     def measure(self, numbers: Callable[[int], Tensor]) -> Tensor | None:
         """This rank's bounds (bytes) of the layers whose scale is to be agreed on; None if there are none."""

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from lowp.formats import AnyFormat
+from lowp.tensor.carrier import exponent_below
+from lowp.tensor.carrier import power_of_two as power_of_two
 
 ZERO, NONFINITE = 0, 255
 _BOUND_BIAS = 116  # of E, which spans -115 (a layer below 2^-115 counts as that) to 138 (float32's maximum on 1024 ranks)
@@ -76,17 +78,17 @@ def aps_shifts(bounds: Tensor, emax: Tensor, headroom: int = 0) -> Tensor:
 
 
 def emax_of(fmt: AnyFormat) -> int:
-    """The exponent of the largest power of two in a format: 15 for e5m2, as in the paper's 2^(e-1) - 1."""
-    return math.frexp(fmt.max)[1] - 1
+    """The exponent of the largest power of two that numbers are scaled up to: 15 for e5m2, as in the paper's 2^(e-1) - 1."""
+    return exponent_below(fmt.scaled_max)
 
 
 def fitting_bytes(maxima: Tensor, fmt: AnyFormat) -> Tensor:
     """The byte of the largest shift that keeps each maximum (float32) within the format.
 
-    With max = 2^e * 1.f and the format's own 2^E * 1.F, that is E - e, and one less where f exceeds F.
+    With max = 2^e * 1.f and the format's own (`scaled_max`) 2^E * 1.F, that is E - e, and one less where f exceeds F.
     """
     bits = maxima.contiguous().view(torch.int32)
-    fraction = math.floor((fmt.max / 2.0 ** emax_of(fmt) - 1) * (1 << 23))
+    fraction = math.floor((fmt.scaled_max / 2.0 ** emax_of(fmt) - 1) * (1 << 23))
     shift = emax_of(fmt) - ((bits >> 23) - 127) - ((bits & 0x7FFFFF) > fraction).to(torch.int32)
     return _marked(shift.clamp(-MAX_SHIFT, MAX_SHIFT) + _SHIFT_BIAS, maxima)
 
@@ -97,8 +99,8 @@ def fitting_byte(maximum: float, fmt: AnyFormat) -> int:
         return ZERO
     if not math.isfinite(maximum):
         return NONFINITE
-    exponent = max(math.frexp(maximum)[1] - 1, -127)
-    shift = emax_of(fmt) - exponent - (math.ldexp(maximum, -exponent) > fmt.max / 2.0 ** emax_of(fmt))
+    exponent = max(exponent_below(maximum), -127)
+    shift = emax_of(fmt) - exponent - (math.ldexp(maximum, -exponent) > fmt.scaled_max / 2.0 ** emax_of(fmt))
     return min(max(shift, -MAX_SHIFT), MAX_SHIFT) + _SHIFT_BIAS
 
 
@@ -110,11 +112,6 @@ def shifts_of(fitting: Tensor) -> Tensor:
 
 def shift_of(fitting: int) -> int:
     return 0 if fitting in (ZERO, NONFINITE) else fitting - _SHIFT_BIAS
-
-
-def power_of_two(shifts: Tensor) -> Tensor:
-    """2^shift in float32, exactly, for shifts of up to +-126."""
-    return ((shifts + 127) << 23).view(torch.float32)
 
 
 def largest(numbers: Tensor) -> Tensor:

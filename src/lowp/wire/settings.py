@@ -122,6 +122,12 @@ class Settings:
         patterns = [*self.layers, *self.skip]
         return [p for p in patterns if p not in ("1d", "last") and not any(fnmatchcase(name, p) for name in names)]
 
+    @property
+    def scheduled(self) -> bool:
+        """Does a format depend on the step?"""
+        choices = (self.format, *self.layers.values())
+        return any(isinstance(c, Mapping) or (callable(c) and not isinstance(c, Codec)) for c in choices)
+
     def sums(self, reduction: Reduction) -> AnyFormat | None:
         return default_accumulate(reduction, self.accumulate)
 
@@ -154,12 +160,20 @@ class Parameters:
         self._settings = settings
         self._last = _last_layer(list(shapes))
         self.numbers = {name: number for number, name in enumerate(shapes)}
+        self._kept: dict[tuple[str, ...], tuple[Layer, ...]] = {}
 
     def codec(self, name: str, step: int) -> Codec:
         return self._settings.codec(name, len(self._shapes[name]), name in self._last, step)
 
     def layers(self, names: Iterable[str], step: int) -> tuple[Layer, ...]:
-        return tuple(Layer(n, self._shapes[n].numel(), self.codec(n, step), self.numbers[n]) for n in names)
+        """A bucket's layers. Worked out once, unless there is a schedule: it is asked for in every step."""
+        key = tuple(names)
+        if key in self._kept:
+            return self._kept[key]
+        found = tuple(Layer(n, self._shapes[n].numel(), self.codec(n, step), self.numbers[n]) for n in key)
+        if not self._settings.scheduled:
+            self._kept[key] = found
+        return found
 
 
 def _last_layer(names: list[str]) -> set[str]:

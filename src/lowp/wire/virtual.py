@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lowp.wire.exchange import SharedScales, State, enter, largest_peaks, leave, remember_bounds, rules_for
-from lowp.wire.plan import Chunk, Layer, chunks_of, cuts_for
-from lowp.wire.reductions.base import Adder, Reduction
-from lowp.wire.rules import Load, Rules, Stage
+from lowp.wire.plan import Layer, chunks_of, cuts_for
+from lowp.wire.reductions.base import Reduction
+from lowp.wire.report import ring_bytes
+from lowp.wire.rules import Load, Stage
 from lowp.wire.settings import Parameters, Scheduled, Settings
 
 Gradients = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -110,91 +111,119 @@ class VirtualExchange:
         self.buckets = [list(bucket) for bucket in buckets] if buckets is not None else [list(shapes)]
         self.state = State()
         self.residuals: list[dict[str, Tensor]] = [{} for _ in range(world)]
-        self.nonfinite: list[str] = []  # layers of the last step that were not finite
+        self._marks: list[tuple[list[str], Tensor]] = []
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """Layers of the last step that were not finite. On CUDA, asking waits for the device."""
+        return [name for names, marks in self._marks for name, mark in zip(names, marks.tolist(), strict=True) if mark]
+
+    @property
+    def asks_twice(self) -> bool:
+        """Will the next step ask for a rank's gradients more than once?"""
+        codecs = [layer.codec for names in self.buckets for layer in self._parameters.layers(names, self.state.step)]
+        agreed = any(codec.scale.agreed or codec.scale.kind == "aps_delayed" for codec in codecs)
+        return agreed or not self._reduction.one_order
 
     def reduce(self, gradients: Callable[[int], Mapping[str, Tensor]], mean: bool = True) -> dict[str, Tensor]:
-        """One step: every parameter's gradient, summed (or averaged) over the ranks."""
+        """One step: every parameter's gradient, summed (or averaged) over the ranks.
+
+        All buckets are open at once, so that a rank's gradients are asked for once, or where the ranks first agree on scales,
+        twice: asking may mean computing them.
+        """
+        example = gradients(0)
+        buckets = [self._open(names, example) for names in self.buckets]
+        if any(bucket.agrees for bucket in buckets):
+            for rank in range(self._world):
+                theirs = gradients(rank)
+                for bucket in buckets:
+                    bucket.measure(theirs)
+        for bucket in buckets:
+            bucket.begin(self._settings, self._reduction, self.state, self.residuals)
+        for turn in sorted({turn for bucket in buckets for turn in bucket.turns}):
+            for rank in range(self._world):
+                theirs = gradients(rank)
+                for bucket in buckets:
+                    bucket.visit(rank, turn, theirs)
         results: dict[str, Tensor] = {}
-        self.nonfinite = []
-        for names in self.buckets:
-            flat, bad = self._bucket(names, lambda rank, names=names: _flat(gradients(rank), names), mean)
-            sizes = [self._shapes[name].numel() for name in names]
-            results |= {n: piece.view(self._shapes[n]) for n, piece in zip(names, flat.split(sizes), strict=True)}
-            self.nonfinite += [name for name, mark in zip(names, bad.tolist(), strict=True) if mark]
+        self._marks = []
+        for bucket in buckets:
+            flat, bad = bucket.totals(mean, self.state)
+            sizes = [self._shapes[name].numel() for name in bucket.names]
+            results |= {n: piece.view(self._shapes[n]) for n, piece in zip(bucket.names, flat.split(sizes), strict=True)}
+            self._marks.append((bucket.names, bad))
         self.state.step += 1
         return {name: results[name] for name in self._shapes if name in results}
 
-    def _bucket(self, names: list[str], flat_of: Callable[[int], Tensor], mean: bool) -> tuple[Tensor, Tensor]:
+    def _open(self, names: list[str], example: Mapping[str, Tensor]) -> "_Bucket":
         layers = self._parameters.layers(names, self.state.step)
-        example = flat_of(0)
-        reduction = self._reduction.of_size(example.numel())
-        scales = SharedScales(layers, self._world, self.state, example.device)
-        self._agree(scales, layers, flat_of)
-        rules = rules_for(
-            self._settings, reduction, self._world, self.state.step, layers, scales.factors(), self.residuals.__getitem__
+        first = example[names[0]]
+        return _Bucket(names, layers, self._world, SharedScales(layers, self._world, self.state, first.device), first)
+
+    def bytes_a_rank(self) -> tuple[float, float]:
+        """What each rank of a real cluster would send in a step, and what it would in float32: the reductions that share the
+        work (two_shot, ring, hierarchical) move every number 2 (W - 1) / W times."""
+        layers = [self._parameters.layers(names, self.state.step) for names in self.buckets]
+        sent = sum(layer.codec.wire_bytes(layer.size) for bucket in layers for layer in bucket)
+        return ring_bytes(sent, self._world), ring_bytes(sum(4 * layer.size for b in layers for layer in b), self._world)
+
+
+class _Bucket:
+    """One bucket of a virtual step: scales agreed, every rank's numbers added, the sum taken out."""
+
+    def __init__(self, names: list[str], layers: tuple[Layer, ...], world: int, scales: SharedScales, example: Tensor) -> None:
+        self.names = names
+        self._layers, self._world, self._scales, self._example = layers, world, scales, example
+        self.agrees = scales.agrees
+
+    def measure(self, gradients: Mapping[str, Tensor]) -> None:
+        """Agree on scales: the largest bound of all ranks counts."""
+        before = self._scales.bounds
+        bounds = self._scales.measure(lambda i: gradients[self.names[i]].detach().reshape(-1))
+        if before is not None and bounds is not None:
+            self._scales.bounds = torch.maximum(before, bounds)
+
+    def begin(self, settings: Settings, reduction: Reduction, state: State, residuals: list[dict[str, Tensor]]) -> None:
+        size = sum(layer.size for layer in self._layers)
+        self._reduction = reduction = reduction.of_size(size)
+        self._rules = rules_for(
+            settings, reduction, self._world, state.step, self._layers, self._scales.factors(), residuals.__getitem__
         )
         # Where it makes no difference, chunks are not cut into a shard for each rank: time would grow with their square.
-        whole = reduction.one_order and all(layer.codec.elementwise for layer in layers)
+        whole = reduction.one_order and all(layer.codec.elementwise for layer in self._layers)
         shards = 1 if whole else reduction.shards(self._world)
-        chunks = chunks_of(layers, shards, cuts_for(self._settings.chunk, example.device))
-        adders = [[reduction.adder(shard, i, rules) for i, shard in enumerate(chunk.shards)] for chunk in chunks]
-        turns = {reduction.turn(rank, i, self._world) for rank in range(self._world) for i in range(shards)}
-        for turn in sorted(turns):
-            for rank in range(self._world):
-                if rules.feedback is not None:
-                    rules.feedback.rank = rank
-                self._visit(rank, turn, flat_of(rank), chunks, adders, reduction, rules)
-        return self._totals(example, layers, chunks, adders, rules, scales.marks(), mean, reduction.rounds_total)
+        self._chunks = chunks_of(self._layers, shards, cuts_for(settings.chunk, self._example.device))
+        self._adders = [
+            [reduction.adder(shard, i, self._rules) for i, shard in enumerate(chunk.shards)] for chunk in self._chunks
+        ]
+        self.turns = {reduction.turn(rank, i, self._world) for rank in range(self._world) for i in range(shards)}
 
-    def _agree(self, scales: SharedScales, layers: tuple[Layer, ...], flat_of: Callable[[int], Tensor]) -> None:
-        agreed = None
-        for rank in range(self._world):
-            pieces = flat_of(rank).split([layer.size for layer in layers]) if layers else []
-            bounds = scales.measure(pieces.__getitem__)
-            if bounds is None:
-                return
-            agreed = bounds if agreed is None else torch.maximum(agreed, bounds)
-        scales.bounds = agreed
-
-    def _visit(
-        self,
-        rank: int,
-        turn: int,
-        flat: Tensor,
-        chunks: tuple[Chunk, ...],
-        adders: list[list[Adder]],
-        reduction: Reduction,
-        rules: Rules,
-    ) -> None:
+    def visit(self, rank: int, turn: int, gradients: Mapping[str, Tensor]) -> None:
         """Add one rank's numbers wherever it is their turn."""
-        for chunk, row in zip(chunks, adders, strict=True):
+        flat = _flat(gradients, self.names)
+        rules = self._rules
+        if rules.feedback is not None:
+            rules.feedback.rank = rank
+        for chunk, row in zip(self._chunks, self._adders, strict=True):
             numbers, peaks = enter(flat, chunk, rules.factors, self._world)
             for index, (shard, adder) in enumerate(zip(chunk.shards, row, strict=True)):
-                if reduction.turn(rank, index, self._world) == turn:
+                if self._reduction.turn(rank, index, self._world) == turn:
                     first, last = chunk.first_parts[index : index + 2]
                     adder.add(rank, Load(numbers[shard.start : shard.stop], peaks[first:last]))
 
-    def _totals(
-        self,
-        example: Tensor,
-        layers: tuple[Layer, ...],
-        chunks: tuple[Chunk, ...],
-        adders: list[list[Adder]],
-        rules: Rules,
-        marks: Tensor,
-        mean: bool,
-        rounds: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def totals(self, mean: bool, state: State) -> tuple[Tensor, Tensor]:
         """What everybody decodes, and each layer's mark (255: not finite)."""
-        result = torch.empty_like(example)
-        bad = torch.zeros(len(layers), dtype=torch.uint8, device=example.device)
+        rules, device = self._rules, self._example.device
+        result = self._example.new_empty(sum(layer.size for layer in self._layers))
+        marks = self._scales.marks()
+        bad = torch.zeros(len(self._layers), dtype=torch.uint8, device=device)
         travelled = torch.zeros_like(bad)
-        for chunk, row in zip(chunks, adders, strict=True):
-            numbers = torch.empty(chunk.size, dtype=torch.float32, device=example.device)
+        for chunk, row in zip(self._chunks, self._adders, strict=True):
+            numbers = torch.empty(chunk.size, dtype=torch.float32, device=device)
             peaks = []
             for shard, adder in zip(chunk.shards, row, strict=True):
                 total = adder.total()
-                if rounds:
+                if self._reduction.rounds_total:
                     message = rules.write(total, shard, Stage.TOTAL, 0)
                     total = rules.read(message, shard, Stage.TOTAL, numbers[shard.start : shard.stop])
                 else:
@@ -203,7 +232,7 @@ class VirtualExchange:
             divisor = self._world if mean else 1
             bad = torch.maximum(bad, leave(numbers, torch.cat(peaks), chunk, rules.factors, marks, divisor, result))
             travelled = largest_peaks(travelled, chunk, torch.cat(peaks))
-        remember_bounds(self.state, layers, dict(enumerate(travelled)))
+        remember_bounds(state, self._layers, dict(enumerate(travelled)))
         return result, bad
 
 

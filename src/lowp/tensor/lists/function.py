@@ -20,6 +20,7 @@ from torch import Tensor
 from lowp.tensor import kernels
 from lowp.tensor.lists import cpp, triton
 from lowp.tensor.lists.trace import Element, trace
+from lowp.tensor.memory import flat_memory
 from lowp.tensor.table import Table
 
 _CPU_CHUNK = 1 << 14  # elements: all arguments of a chunk fit into a core's cache
@@ -37,13 +38,6 @@ class Chunks:
     tensors: Any
     starts: Any
     sizes: Any
-
-
-def memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A dense tensor's memory as flat integers."""
-    flat = tensor.detach()
-    flat = flat.view(-1) if flat.is_contiguous() else flat.as_strided((flat.numel(),), (1,))
-    return flat.view(dtype)
 
 
 class Lists:
@@ -64,6 +58,7 @@ class Lists:
         self._pointers = np.array([[x.data_ptr() for x in row] for row in self.rows], dtype=np.int64)
         self._lengths, self._widths = (self._put(np.array(x, dtype=np.int64)) for x in (self.lengths, self.widths))
         self._pointers_there: Any = None
+        self.aligned = _are_aligned(self._pointers)
         self._chunks: dict[tuple[bool, int], list[Chunks]] = {}
         self._room: dict[int, Tensor] = {}
 
@@ -79,6 +74,7 @@ class Lists:
         if pointers != self._pointers[:, column].tolist():
             self._pointers[:, column] = pointers
             self._pointers_there = None
+            self.aligned = _are_aligned(self._pointers)
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -86,10 +82,6 @@ class Lists:
         if self._pointers_there is None:
             self._pointers_there = self._put(self._pointers)
         return self._pointers_there, self._lengths, self._widths
-
-    @property
-    def aligned(self) -> bool:
-        return not (self._pointers % 16).any()
 
     def room(self, reductions: int) -> Tensor:
         """For reductions, int64 [reductions, tensors]; the next call with as many uses it again."""
@@ -119,6 +111,10 @@ class Lists:
         tensors = [np.full(len(own), i, dtype=np.int32) for i, own in zip(members, starts, strict=True)]
         cut = np.concatenate(tensors), np.concatenate(starts), np.array(steps, dtype=np.int64)
         return Chunks(size, *(self._put(part) for part in cut))
+
+
+def _are_aligned(pointers: np.ndarray) -> bool:
+    return not (pointers % 16).any()
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +155,8 @@ class ListFunction:
     def shaped(self, row: Sequence[Tensor], width: int) -> list[Tensor]:
         """One tensor's arguments as the function takes them."""
         shape = (-1, width) if self.of_blocks else (1, -1)
-        return [memory(x, e.dtype).view((-1, 1) if e.of_block else shape) for x, e in zip(row, self.elements, strict=True)]
+        stored = (flat_memory(x.detach(), e.dtype) for x, e in zip(row, self.elements, strict=True))
+        return [x.view((-1, 1) if e.of_block else shape) for x, e in zip(stored, self.elements, strict=True)]
 
     def _plain(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None) -> Tensor:
         shared = torch.tensor(scalars, dtype=torch.float32).to(lists.device, non_blocking=True)

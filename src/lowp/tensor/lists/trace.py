@@ -52,6 +52,8 @@ class Program:
     results: tuple[Value, ...]
 
 
+INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
+COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SAME = {"view.default", "detach.default", "alias.default", "clone.default", "expand.default", "lift_fresh_copy.default"}
 _FILLED = {"zeros_like.default": 0, "ones_like.default": 1}
 _OPERATIONS = {
@@ -168,7 +170,7 @@ class _Reader:
             arguments = arguments[:1]
         if operation == "convert":
             operand = node.args[0].meta["val"].dtype
-        elif operation in _COMPARISONS:
+        elif operation in COMPARE:
             operand = torch.result_type(*(a.meta["val"] if hasattr(a, "op") else a for a in node.args))
         else:
             operand = node.meta["val"].dtype
@@ -207,6 +209,3 @@ def _needed(statements: list[Statement], results: tuple[Value, ...]) -> tuple[St
             kept.append(s)
             read |= {a.name for a in s.arguments if isinstance(a, Value)}
     return tuple(reversed(kept))
-
-
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")

@@ -1,8 +1,7 @@
 """A traced function as a Triton kernel, for lists of tensors in a GPU's memory: one launch for all of them.
 
 A program works on one chunk: it looks up which tensor it is of and where that tensor's memory is. (A launch for each tensor
-would
-cost more time than the work: 160 parameters of a ResNet-50 take 90 microseconds of memory traffic and 800 of launches.)
+would cost more time than the work: 160 parameters of a ResNet-50 take 90 microseconds of memory traffic and 800 of launches.)
 Multiplications and additions are not fused, division and square root are correctly rounded: the same bits as on a CPU.
 """
 
@@ -16,14 +15,12 @@ import numpy as np
 import torch
 
 from lowp.tensor.lists.cache import cache_folder
-from lowp.tensor.lists.trace import Element, Program, Statement, Value
+from lowp.tensor.lists.trace import COMPARE, INFIX, Element, Program, Statement, Value
 
 _TYPES = {
     torch.int8: "tl.int8", torch.int16: "tl.int16", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1",
     torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32", torch.float64: "tl.float64",
 }  # fmt: skip
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
-_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 def _literal(constant: Any, dtype: torch.dtype) -> str:
@@ -62,12 +59,12 @@ def _expression(s: Statement) -> str:
             return f"tl.where({s.arguments[0].name}, {yes}, {no})"
         case "amax":
             return f"tl.max(tl.where(inside, {s.arguments[0].name}, 0.0), axis=0)"
-        case operation if operation in _INFIX:
-            return f"{a[0]} {_INFIX[operation]} {a[1]}"
-        case operation if operation in _COMPARE:
-            return f"{a[0]} {_COMPARE[operation]} {a[1]}"
         case "div":
             return f"tl.div_rn({a[0]}, {a[1]})" if s.operand == torch.float32 else f"{a[0]} / {a[1]}"
+        case operation if operation in INFIX:
+            return f"{a[0]} {INFIX[operation]} {a[1]}"
+        case operation if operation in COMPARE:
+            return f"{a[0]} {COMPARE[operation]} {a[1]}"
         case "rsub":
             return f"{a[1]} - {a[0]}"
         case "neg":

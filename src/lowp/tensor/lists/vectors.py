@@ -1,8 +1,7 @@
-"""Statements in GCC's vector types: 16 numbers at a time, on any machine (the compiler splits them where registers are
-shorter).
+"""Statements in GCC's vector types: 16 numbers at a time, on any machine.
 
-What costs, and is avoided: a constant written into the code takes an instruction each time, one in memory none; a comparison
-that becomes numbers takes two more than one that selects.
+(The compiler splits them where registers are shorter.) What costs, and is avoided: a constant written into the code takes an
+instruction each time, one in memory none; a comparison that becomes numbers takes two more than one that selects.
 """
 
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowp.tensor.lists.trace import Statement, Value
+from lowp.tensor.lists.trace import COMPARE, INFIX, Statement, Value
 
 TYPES = {
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float32: "f32", torch.float64: "f64",
@@ -20,8 +19,6 @@ SCALARS = {
     torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float",
     torch.float64: "double", torch.bool: "uint8_t",
 }  # fmt: skip
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
-_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 PREAMBLE = r"""
 #include <cstdint>
@@ -131,11 +128,8 @@ class Printer:
         if dtype in (torch.float32, torch.float64):
             number = float(np.float32(constant)) if dtype == torch.float32 else float(constant)
             text = {"inf": "INFINITY", "-inf": "-INFINITY", "nan": "NAN"}.get(str(number), number.hex())
-            return (
-                self.kept(kind, f"({SCALARS[dtype]}){text}")
-                if dtype == torch.float32
-                else f"splat<{kind}>(({SCALARS[dtype]}){text})"
-            )
+            text = f"({SCALARS[dtype]}){text}"
+            return self.kept(kind, text) if dtype == torch.float32 else f"splat<{kind}>({text})"
         bits = dtype.itemsize * 8
         wrapped = (int(constant) + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
         if dtype == torch.int32 and not shift and wrapped not in (0, -1):
@@ -186,11 +180,11 @@ class Printer:
                     mask = f"__builtin_convertvector({mask}, {'i' + str(8 * width)})"
                 return f"{mask} ? {yes} : {no}"
             case "shl" | "shr" if not isinstance(s.arguments[1], Value):  # by a constant that is part of the instruction
-                return f"{a[0]} {_INFIX[s.operation]} {self.literal(s.arguments[1], s.operand, shift=True)}"
-            case operation if operation in _INFIX:
-                return f"{a[0]} {_INFIX[operation]} {a[1]}"
-            case operation if operation in _COMPARE:
-                text = f"{a[0]} {_COMPARE[operation]} {a[1]}"
+                return f"{a[0]} {INFIX[s.operation]} {self.literal(s.arguments[1], s.operand, shift=True)}"
+            case operation if operation in INFIX:
+                return f"{a[0]} {INFIX[operation]} {a[1]}"
+            case operation if operation in COMPARE:
+                text = f"{a[0]} {COMPARE[operation]} {a[1]}"
                 self._comparisons[s.result.name] = (text, s.operand.itemsize)
                 return f"__builtin_convertvector({text}, i32)"
             case "rsub":

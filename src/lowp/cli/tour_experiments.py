@@ -1,4 +1,4 @@
-"""The two experiments of `lowp demo`, small enough to run without compiling anything."""
+"""The two experiments of `lowp tour`, small enough to run without compiling anything."""
 
 import math
 from dataclasses import dataclass

@@ -1,0 +1,1 @@
+"""How `lowp train` is measured: beside a loop written by hand, and by what it costs to simulate ranks."""

@@ -1,0 +1,104 @@
+"""`lowp runs`: the runs with their key figures, one in full, or several compared."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lowp.cli.output import JSON_HELP, console, examples, print_json
+from lowp.cli.runs_table import comparison, list_of_runs, recipe_differences
+from lowp.train.runs import Run, differences, find_run, runs_under
+
+EXAMPLES = examples(
+    ("lowp runs", "all runs under ./runs"),
+    ("lowp runs aps8-001", "one in full"),
+    ("lowp runs fp32-001 aps8-001", "two compared, recipes included"),
+    ("lowp runs --root /data/runs --json", "for a program"),
+    ("lowp runs fp32-001 aps8-001 --plot p.png", "their curves, as a picture"),
+)
+
+
+def show_runs(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUNS", help="Directories, or names under --root. Without any: all are listed.", show_default=False
+        ),
+    ] = None,
+    root: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")] = Path("runs"),
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a picture (png, svg or pdf) instead: test accuracy and loss, against steps and bytes sent.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+) -> None:
+    """List runs with their key figures, or compare them: the first is what the others are compared with."""
+    if plot is not None and json:
+        raise ValueError("--plot writes a picture: it does not go with --json")
+    if not names and not root.is_dir():
+        raise ValueError(f"there is no directory {root}; lowp train makes one, or say --root DIR")
+    runs = [Run.read(path) for path in ([find_run(name, root) for name in names] if names else runs_under(root))]
+    if plot is not None:
+        from lowp.cli.runs_plot import plot_runs
+
+        plot_runs(runs, plot)
+        typer.echo(f"wrote {plot}")
+    elif json:
+        print_json(_documents(runs, named=bool(names)))
+    elif names:
+        _compare(runs)
+    else:
+        _list(runs, root)
+    if not json:
+        _say_damage(runs)
+
+
+def _list(runs: list[Run], root: Path) -> None:
+    out = console()
+    if not runs:
+        out.print(f"no runs under {root}", markup=False)
+        return
+    out.print(list_of_runs(runs, out.width))
+    out.print("[dim]sent: by a rank.  lowp runs NAME NAME compares.[/]")
+
+
+def _compare(runs: list[Run]) -> None:
+    out = console()
+    out.print(comparison(runs))
+    for run in runs:
+        if run.message:
+            out.print(f"\n{run.name}: {run.message}", markup=False)
+    if len(runs) == 1:
+        return
+    different = differences(run.recipe for run in runs)
+    if different:
+        out.print()
+        out.print(recipe_differences(different, [run.name for run in runs]))
+    else:
+        out.print("\ntheir recipes are the same")
+
+
+def _say_damage(runs: list[Run]) -> None:
+    for run in runs:
+        for line in run.damage:
+            typer.echo(f"lowp: {line}", err=True)
+
+
+def _documents(runs: list[Run], named: bool) -> Any:
+    documents = [_document(run) for run in runs]
+    if not named:
+        return documents
+    if len(runs) == 1:
+        return documents[0]
+    return {"runs": documents, "recipe_differences": differences(run.recipe for run in runs)}
+
+
+def _document(run: Run) -> dict[str, Any]:
+    """All that a run says, but its records: those are JSON already, in metrics.jsonl."""
+    figures = {field.name: getattr(run, field.name) for field in fields(run) if field.name != "records"}
+    started = run.started.isoformat(timespec="seconds") if run.started else None
+    return {"name": run.name} | figures | {"share_of_fp32": run.share_of_fp32, "path": str(run.path), "started": started}

@@ -1,0 +1,164 @@
+"""The tables of `lowp runs`."""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lowp.cli.output import table
+from lowp.train.runs import Run
+from lowp.train.units import UNKNOWN, bytes_text, count_text, duration_text, loss_text, number_text, share_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WIDE = 120  # columns of terminal from which recipe, steps, best accuracy and start have room too
+COLOURS_OF_STATES = {
+    "finished": "green",
+    "running": "cyan",
+    "stopped": "yellow",
+    "killed": "red",
+    "diverged": "red",
+    "failed": "red",
+}
+
+
+Justify = Literal["left", "right"]
+LIST_COLUMNS: tuple[tuple[str, Justify, bool], ...] = (  # heading, alignment, whether a narrow terminal has it too
+    ("run", "left", True),
+    ("state", "left", True),
+    ("recipe", "left", False),
+    ("step", "right", False),
+    ("epoch", "right", True),
+    ("accuracy", "right", True),
+    ("best", "right", False),
+    ("sent", "right", True),
+    ("of fp32", "right", True),
+    ("samples/s", "right", True),
+    ("time", "right", True),
+    ("started", "left", False),
+)
+
+
+def list_of_runs(runs: list[Run], width: int) -> "Table":
+    """One row a run."""
+    wide = width >= WIDE
+    result = table()
+    for heading, justify, always in LIST_COLUMNS:
+        if wide or always:
+            # A long name goes on in the next line: it is what one copies.
+            result.add_column(heading, justify=justify, no_wrap=heading != "run", overflow="fold")
+    for run in runs:
+        cells = zip(_list_cells(run), LIST_COLUMNS, strict=True)
+        result.add_row(*(cell for cell, (_, _, always) in cells if wide or always))
+    return result
+
+
+def _list_cells(run: Run) -> list[str]:
+    return [
+        _literal(run.name),
+        f"[{COLOURS_OF_STATES.get(run.state, 'default')}]{_literal(run.state)}[/]",
+        _literal(str(run.recipe.get("name", UNKNOWN))),
+        _whole(run.step),
+        number_text(run.epoch),
+        share_text(run.accuracy),
+        share_text(run.best_accuracy),
+        bytes_text(run.bytes_sent),
+        share_text(run.share_of_fp32),
+        count_text(run.samples_per_second),
+        duration_text(run.seconds),
+        f"{run.started:%Y-%m-%d %H:%M}" if run.started else UNKNOWN,
+    ]
+
+
+def _whole(value: int | None) -> str:
+    return UNKNOWN if value is None else f"{value}"
+
+
+class Row(NamedTuple):
+    """A figure in the comparison: how it is taken, written, and set against the first run's."""
+
+    name: str
+    of: Callable[[Run], Any]
+    text: Callable[[Any], str]
+    against: Callable[[float, float], str] | None
+
+
+def _points(value: float, first: float) -> str:
+    """Accuracies differ by points: of 90 % and 91 % the ratio says nothing."""
+    return f"{100 * (value - first):+.2f} points"
+
+
+def _difference(value: float, first: float) -> str:
+    return f"{value - first:+.3g}"
+
+
+def _ratio(value: float, first: float) -> str:
+    return f"x {value / first:.3g}" if first else ""
+
+
+ROWS = (
+    Row("state", lambda run: run.state, str, None),
+    Row("device", lambda run: run.device, lambda device: device or UNKNOWN, None),
+    Row("ranks", lambda run: run.ranks, _whole, None),
+    Row("virtual ranks", lambda run: run.virtual_ranks, _whole, None),
+    Row("step", lambda run: run.step, _whole, None),
+    Row("epoch", lambda run: run.epoch, number_text, None),
+    Row("test accuracy", lambda run: run.accuracy, share_text, _points),
+    Row("best accuracy", lambda run: run.best_accuracy, share_text, _points),
+    Row("test loss", lambda run: run.loss, loss_text, _difference),
+    Row("train loss", lambda run: run.train_loss, loss_text, _difference),
+    Row("sent by a rank", lambda run: run.bytes_sent, bytes_text, _ratio),
+    Row("of fp32", lambda run: run.share_of_fp32, share_text, None),
+    Row("samples/s", lambda run: run.samples_per_second, count_text, _ratio),
+    Row("step (ms)", lambda run: run.step_ms, number_text, _ratio),
+    Row("time", lambda run: run.seconds, duration_text, _ratio),
+    Row("memory", lambda run: run.memory_bytes, bytes_text, _ratio),
+    Row("bytes a parameter", lambda run: run.bytes_per_parameter, number_text, _ratio),
+    Row("parameters", lambda run: run.parameters, count_text, _ratio),
+)
+
+
+def comparison(runs: list[Run]) -> "Table":
+    """One row a figure; for each run its value, and from the second on how it compares with the first's."""
+    result = table()
+    result.add_column("", no_wrap=True)
+    for index, run in enumerate(runs):
+        result.add_column(_literal(run.name), justify="right")
+        if index:
+            result.add_column("", no_wrap=True, style="dim")
+    for row in ROWS:
+        values = [row.of(run) for run in runs]
+        if any(value is not None for value in values):
+            result.add_row(row.name, *_compared(row, values))
+    return result
+
+
+def _compared(row: Row, values: list[Any]) -> list[str]:
+    cells = [_literal(row.text(values[0]))]
+    for value in values[1:]:
+        known = row.against is not None and value is not None and values[0] is not None
+        cells += [_literal(row.text(value)), row.against(value, values[0]) if row.against and known else ""]
+    return cells
+
+
+def recipe_differences(different: dict[str, list[Any]], names: list[str]) -> "Table":
+    """One row for each key of the recipe that is not the same in all."""
+    result = table()
+    result.add_column("recipe", no_wrap=True)
+    for name in names:
+        result.add_column(_literal(name))
+    for key, values in different.items():
+        result.add_row(_literal(key), *(UNKNOWN if value is None else _literal(_as_toml(value)) for value in values))
+    return result
+
+
+def _as_toml(value: Any) -> str:
+    """As the recipe has it; what TOML knows and JSON does not (a date), as it prints."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _literal(text: str) -> str:
+    """Text whose brackets are brackets, not rich's markup."""
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,111 @@
+"""`lowp train`: one command for one process, many processes and many hosts."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowp.cli.errors import USER_ERRORS, one_line
+from lowp.cli.output import examples
+
+if TYPE_CHECKING:
+    from lowp.train.recipe import Recipe
+
+EXAMPLES = examples(
+    ("lowp train aps8", "gradients in 8 bits, on the embedded data"),
+    ("lowp train aps8 --ranks 2 --set wire.format=e4m3fn", "two processes, another format"),
+    ("lowp train fp32 --virtual-ranks 256 --set batch=4096", "a cluster in one process"),
+    ("lowp train my.toml --out runs/mine", "a recipe of your own; lowp recipes NAME --toml prints one"),
+    ("lowp train runs/mine --resume", "go on where it stopped"),
+)
+FAILED, DIVERGED = 1, 3  # exit codes: a rank died; the run cannot go on
+
+
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE", help="A name of `lowp recipes`, a TOML file, module:function, or a run's directory."),
+    ],
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes on this machine.")] = None,
+    virtual_ranks: Annotated[int | None, typer.Option(min=1, help="Ranks that one process stands in for.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run's directory. Default: runs/NAME-001, -002 ...")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where data sets lie. Default: $LOWP_DATA or the cache.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint.")] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often to start again when a rank dies.")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the end.")] = False,
+) -> None:
+    """Train a model in a chosen precision, and show what it cost and what it lost.
+
+    On many hosts: `torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m lowp train RECIPE
+    --out DIR` on each.
+
+    Exit codes: 0, done; 1, a rank died; 2, a mistake; 3, the run diverged; 130 or 143, stopped by SIGINT or SIGTERM, and saved.
+    """
+    from lowp.train.check import check
+    from lowp.train.launch import RanksFailed, follow_launcher, is_rank, is_restart, launch
+    from lowp.train.reading import read_recipe
+    from lowp.train.rundir import next_directory
+
+    changes = list(changes or [])
+    changes += [f"ranks={ranks}"] if ranks is not None else []
+    changes += [f"virtual_ranks={virtual_ranks}"] if virtual_ranks is not None else []
+    folder = Path(recipe)
+    if (folder / "recipe.toml").is_file():
+        recipe, out = str(folder / "recipe.toml"), folder if out is None else out
+    chosen = read_recipe(recipe, changes)
+    if is_rank():
+        if out is None:
+            raise ValueError("under torchrun, say with --out where the run's directory is: a restart must find it")
+        follow_launcher()
+        _run_here(chosen, out, resume=resume or is_restart(), data=data, quiet=quiet)
+        return
+    check(chosen)
+    if out is None:
+        if resume:
+            raise ValueError("--resume needs the run's directory: lowp train runs/NAME-001 --resume")
+        out = next_directory(Path("runs"), chosen.name)
+    if chosen.ranks == 1:
+        _run_here(chosen, out, resume=resume, data=data, quiet=quiet)
+        return
+    command = ["train", recipe, "--out", str(out)]
+    command += [argument for change in changes for argument in ("--set", change)]
+    command += ["--data", str(data)] if data is not None else []
+    command += [flag for flag, wanted in (("--resume", resume), ("--quiet", quiet)) if wanted]
+    try:
+        code = launch(command, chosen.ranks, chosen.threads, max_restarts)
+    except RanksFailed as error:
+        typer.echo(f"lowp: {error}; go on with: lowp train {out} --resume", err=True)
+        code = FAILED
+    raise typer.Exit(code)
+
+
+def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, quiet: bool) -> None:
+    """In this process, alone or as one of several ranks. Of several, rank 0 speaks for all."""
+    from lowp import CollectiveError
+    from lowp.train.divergence import Diverged
+    from lowp.train.run import run
+
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        end = run(chosen, out, resume=resume, data=data, quiet=quiet)
+    except Diverged as error:
+        if rank == 0:
+            typer.echo(f"lowp: {one_line(error)}", err=True)
+        sys.exit(DIVERGED)
+    except CollectiveError as error:
+        typer.echo(f"lowp: rank {rank}: {one_line(error)}", err=True)
+        sys.exit(FAILED)
+    except USER_ERRORS:
+        if rank == 0:
+            raise
+        sys.exit(2)
+    if end["kind"] == "stopped":
+        sys.exit(128 + signal.Signals[end["signal"]])

@@ -1,0 +1,249 @@
+"""Recipes that cannot be run, found before any process starts: keys that are right one by one, and wrong together.
+
+Each check is one line to the user, with the path of the key to change. Formats are in check_precision.py. Names of layers need
+the model that they are in: `check_model`.
+
+Nothing is checked twice: where a part of lowp refuses something by itself (an optimizer, the wire's settings, a model), it is
+asked here with as little as it takes, and its answer gets the key's path.
+"""
+
+import difflib
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowp.simulate import restore, simulate
+from lowp.train.check_precision import check_precision
+from lowp.train.data import SET_NAMES
+from lowp.train.data.order import shares
+from lowp.train.data.sets import IMAGE_SETS
+from lowp.train.keys import Path, written
+from lowp.train.mistakes import RecipeError, about, nearest
+from lowp.train.models import MODELS, build_model
+from lowp.train.numerics import simulated_roles, stored_dtype, wire_settings
+from lowp.train.optimizers import NAMES as OPTIMIZERS
+from lowp.train.optimizers import optimizer_for
+from lowp.train.plugins import is_plugin, load_plugin
+from lowp.train.recipe import LearningRate, OptimizerSettings, Recipe, Wire
+from lowp.train.toml import to_toml
+from lowp.wire.codec import codec_of
+from lowp.wire.settings import Settings
+
+_SIDE, _CLASSES = 32, 10  # of what a model is asked with
+_SCALES_BETWEEN_PARTS = ("none", "local")
+
+
+def check(recipe: Recipe) -> None:
+    """Raise RecipeError if the recipe asks for something impossible. No data are read."""
+    to_toml(recipe, comments=False)  # what cannot be written down cannot be kept beside its results
+    _check_ranks(recipe)
+    _check_data(recipe)
+    _check_model_settings(recipe)
+    check_precision(recipe)
+    _check_optimizer(recipe)
+    _check_learning_rate(recipe.learning_rate, recipe.epochs)
+    _check_wire(recipe)
+    _check_parallel(recipe)
+
+
+def check_model(recipe: Recipe, model: nn.Module) -> None:
+    """Raise RecipeError if a pattern of the recipe matches nothing in its model."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for pattern in wire_settings(recipe, 1).unmatched(names):
+        path = ("wire", "layers", pattern) if pattern in recipe.wire.layers else ("wire", "skip")
+        near = difflib.get_close_matches(pattern, names, n=3) or [*names[:3], "..."]
+        raise RecipeError(f"{written(path)}: no parameter is called like {pattern!r}; there are {', '.join(near)}")
+    layers = {pattern: roles.model_dump(exclude_none=True) for pattern, roles in recipe.precision.layers.items()}
+    if layers:
+        with about("precision"):
+            simulate(model, layers=layers)
+            restore(model)
+
+
+def _check_ranks(recipe: Recipe) -> None:
+    if recipe.ranks > 1 and recipe.virtual_ranks > 1:
+        raise RecipeError(
+            f"virtual_ranks: {recipe.virtual_ranks} virtual ranks are one process, and ranks = {recipe.ranks} are several; "
+            "one of them must be 1"
+        )
+    with about("batch"):
+        shares(torch.empty(recipe.batch, device="meta"), 0, recipe.batch, recipe.shares, recipe.accumulate)
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("device: there is no CUDA device here; 'auto' takes one where there is one")
+
+
+def _check_data(recipe: Recipe) -> None:
+    data = recipe.data
+    for key, plugin in (("transform", data.transform), ("filter", data.filter)):
+        if plugin:
+            with about("data", key):
+                load_plugin(plugin, key)
+    if _is_text(data.name):
+        if data.augment:
+            raise RecipeError(f"data.augment: is for images, and {data.name} is text")
+    elif data.name in SET_NAMES:
+        pass
+    elif is_plugin(data.name):
+        with about("data", "name"):
+            load_plugin(data.name, "data set")
+        return
+    else:
+        hint = nearest(data.name, SET_NAMES) or f"; there are {', '.join(SET_NAMES)}, text:FILE and module:function"
+        raise RecipeError(f"data.name: unknown data set {data.name!r}{hint}")
+    if data.options:
+        raise RecipeError(f"data.options: {data.name} has none; they are for a module:function")
+
+
+def _is_text(name: str) -> bool:
+    return name == "shakespeare" or name.startswith("text:")
+
+
+def _check_model_settings(recipe: Recipe) -> None:
+    """Build the model, without memory for its weights, for an image and for a text: one that takes images is for images."""
+    settings, data = recipe.model, recipe.data
+    if is_plugin(settings.name) and not settings.name.startswith("torchvision:"):
+        with about("model", "name"):
+            load_plugin(settings.name, "model")
+        return
+    refusals: dict[str, ValueError] = {}
+    channels = next((len(image_set.mean) for image_set in IMAGE_SETS if image_set.name == data.name), 3)
+    for kind, shape in (("images", (channels, _SIDE, _SIDE)), ("text", (data.context,))):
+        try:
+            with torch.device("meta"):
+                build_model(settings.name, shape=shape, classes=_CLASSES, options=settings.options)
+        except ValueError as error:
+            refusals[kind] = error
+    given = "text" if _is_text(data.name) else "images"
+    if len(refusals) == 2:
+        raise RecipeError(f"{'model' if settings.name in MODELS else 'model.name'}: {refusals[given]}")
+    taken = "text" if "images" in refusals else "images"
+    if taken != given and not is_plugin(data.name.removeprefix("text:")):
+        raise RecipeError(f"model.name: {settings.name} takes {taken}, and {data.name} is {given}")
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    settings, precision = recipe.optimizer, recipe.precision
+    if settings.name.startswith("torch:"):
+        _check_torch_optimizer(recipe)
+    elif settings.name not in OPTIMIZERS:
+        hint = nearest(settings.name, OPTIMIZERS) or f"; there are {', '.join(OPTIMIZERS)} and torch:CLASS"
+        raise RecipeError(f"optimizer.name: unknown optimizer {settings.name!r}{hint}")
+    elif settings.options:
+        raise RecipeError(f"optimizer.options: are for a torch:CLASS, and {settings.name} has keys of its own")
+    if settings.nesterov and not settings.momentum:
+        raise RecipeError("optimizer.nesterov: needs a momentum, and optimizer.momentum is 0")
+    if precision.update in ("stochastic", "kahan") and stored_dtype(precision) == torch.float32:
+        raise RecipeError(
+            f"precision.update: {precision.update!r} is for weights that are stored in 16 bits (fp16, bf16), and "
+            f"{precision.weights!r} is kept in float32"
+        )
+    # With its first optimizer torch loads its compiler, which takes seconds: only where something can still be refused.
+    if precision.state or settings.options or settings.betas != OptimizerSettings().betas:
+        _try_optimizer(recipe)
+
+
+def _try_optimizer(recipe: Recipe) -> None:
+    """Make the optimizer for one small parameter: first with states as the weights are, then as the recipe has them."""
+    precision = recipe.precision
+    parameters = {"weight": nn.Parameter(torch.zeros(64, 64, dtype=stored_dtype(precision)))}
+    as_weights = recipe.model_copy(update={"precision": precision.model_copy(update={"state": ""})})
+    with about("optimizer", *(["options"] if recipe.optimizer.options else [])):
+        optimizer_for(as_weights, parameters)
+    if precision.state:
+        with about("precision", "state"):
+            optimizer_for(recipe, parameters)
+
+
+def _check_torch_optimizer(recipe: Recipe) -> None:
+    name = recipe.optimizer.name.removeprefix("torch:")
+    kinds = {
+        key for key, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    kinds -= {"Optimizer", "LBFGS", "SparseAdam"}  # abstract, needs a closure, needs sparse gradients
+    if name not in kinds:
+        by_lower_case = {kind.lower(): kind for kind in sorted(kinds)}
+        near = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+        hint = f"did you mean torch:{by_lower_case[near[0]]}?" if near else f"there are {', '.join(sorted(kinds))}"
+        raise RecipeError(f"optimizer.name: torch.optim has no optimizer {name!r} that can be used here; {hint}")
+    for key, value in (("state", recipe.precision.state), ("update", recipe.precision.update)):
+        if value:
+            raise RecipeError(f"precision.{key}: torch's own optimizers round nothing; take one of {', '.join(OPTIMIZERS)}")
+    if stored_dtype(recipe.precision) != torch.float32:
+        raise RecipeError(
+            f"optimizer.name: torch's own optimizers lose small updates of {recipe.precision.weights} weights; take one of "
+            f"{', '.join(OPTIMIZERS)}"
+        )
+
+
+def _check_learning_rate(settings: LearningRate, epochs: int) -> None:
+    points = settings.points
+    listed = ", ".join(f"{point:g}" for point in points)
+    if settings.kind in ("linear", "steps"):
+        if not points:
+            raise RecipeError(f"learning_rate.points: {settings.kind} needs at least one")
+        if points[0] < 0 or any(b <= a for a, b in pairwise(points)):
+            raise RecipeError(f"learning_rate.points: epochs begin with 0 and ascend, not {listed}")
+    if settings.kind == "linear":
+        if len(settings.factors) != len(points):
+            raise RecipeError(
+                f"learning_rate.factors: one for each point is wanted: {len(points)}, not {len(settings.factors)}"
+            )
+        if settings.warmup:
+            raise RecipeError("learning_rate.warmup: linear has none; begin with a point at 0 and a small factor")
+    falls = settings.kind in ("poly", "cosine")
+    if settings.warmup > epochs or (falls and settings.warmup >= epochs):
+        raise RecipeError(f"learning_rate.warmup: {settings.warmup:g} epochs, and the run has {epochs}")
+
+
+def _check_wire(recipe: Recipe) -> None:
+    """Ask about one key at a time, to know which one it is, and then about all of them together."""
+    wire = recipe.wire
+    if wire.reduction == "auto":
+        raise RecipeError(
+            "wire.reduction: 'auto' chooses by a measurement of the link, so that the same recipe could give other numbers the "
+            "next time; name one, such as two_shot"
+        )
+    alone: dict[Path, dict[str, Any]] = {
+        ("wire", "format"): {"format": wire.format},
+        ("wire", "scale"): {"scale": wire.scale},
+        ("wire", "reduction"): {"reduction": wire.reduction},
+        ("wire", "rounding"): {"rounding": wire.rounding},
+        ("wire", "accumulate"): {"accumulate": wire.accumulate or None},
+        **{("wire", "layers", pattern): {"format": fmt} for pattern, fmt in wire.layers.items()},
+        **{
+            ("precision", "schedule", place, "wire"): {"format": phase.wire}
+            for place, phase in enumerate(recipe.precision.schedule)
+            if phase.wire is not None
+        },
+    }
+    for path, setting in alone.items():
+        arguments: dict[str, Any] = {"format": "e5m2", **setting}
+        with about(*path):
+            Settings.of(**arguments)
+    with about("wire"):
+        wire_settings(recipe, 1)
+
+
+def _check_parallel(recipe: Recipe) -> None:
+    parallel, ranks = recipe.parallel, max(recipe.ranks, recipe.virtual_ranks)
+    with about("parallel", "format"):
+        codec_of(parallel.format)
+    if parallel.scale not in _SCALES_BETWEEN_PARTS:
+        raise RecipeError(f"parallel.scale: {parallel.scale!r} is not one of {', '.join(_SCALES_BETWEEN_PARTS)}")
+    if parallel.kind == "data":
+        if parallel.format != "fp32":
+            raise RecipeError("parallel.format: is for split and pipeline; in data parallel runs, wire.format is what travels")
+        return
+    if ranks < 2 or (parallel.kind == "pipeline" and ranks > 2):
+        wanted = "exactly 2" if parallel.kind == "pipeline" else "2 or more"
+        raise RecipeError(f"parallel.kind: {parallel.kind} takes {wanted} ranks, real or virtual, not {ranks}")
+    for key, default in Wire():
+        if getattr(recipe.wire, key) != default:
+            raise RecipeError(f"wire.{key}: no gradients of weights travel in {parallel.kind}; set parallel.format instead")
+    precision = recipe.precision
+    simulated = simulated_roles(precision)
+    for key in (*simulated, "layers", "schedule", "promote", "switch"):
+        if key in simulated or getattr(precision, key):
+            raise RecipeError(f"precision.{key}: formats cannot be simulated in {parallel.kind}")

@@ -1,0 +1,160 @@
+"""What can be wrong with the formats of a recipe's roles, and with the rules by which they change."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+
+from lowp.formats import AnyFormat, Rounding
+from lowp.formats import format as parse_format
+from lowp.optim.loss_scale import LossScale
+from lowp.simulate.layers import checked_format
+from lowp.simulate.policies import GradientDiversity
+from lowp.train.keys import Path, written
+from lowp.train.mistakes import RecipeError, about, nearest
+from lowp.train.numerics import ROLES, simulated_roles, stored_dtype
+from lowp.train.recipe import STORED, Precision, Recipe
+
+_LOSS_SCALES = ("none", "dynamic", "per_layer")
+
+
+def check_precision(recipe: Recipe) -> None:
+    precision = recipe.precision
+    for path, role, text in _formats(precision):
+        _check_format(path, role, text)
+    if precision.rounding not in tuple(Rounding):
+        hint = nearest(precision.rounding, map(str, Rounding)) or f"; it is one of {', '.join(Rounding)}"
+        raise RecipeError(f"precision.rounding: unknown rounding {precision.rounding!r}{hint}")
+    _check_storage(precision)
+    _check_loss_scale(precision.loss_scale)
+    _check_schedule(recipe)
+    _check_switch(precision)
+    _check_promote(precision)
+
+
+def _formats(precision: Precision) -> Iterator[tuple[Path, str, str]]:
+    """Every format that numbers of the model are rounded to: where it stands, for which role, and its name."""
+    for role in ROLES:
+        if text := getattr(precision, role):
+            yield ("precision", role), role, text
+    of_layers = [(("precision", "layers", pattern), roles) for pattern, roles in precision.layers.items()]
+    of_phases = [(("precision", "schedule", place), phase) for place, phase in enumerate(precision.schedule)]
+    for path, roles in (*of_layers, *of_phases):
+        for role in ROLES:
+            if (text := getattr(roles, role)) is not None:
+                yield (*path, role), role, text
+    if precision.promote is not None:
+        yield ("precision", "promote", "to"), "every role", precision.promote.to
+    if precision.switch is not None:
+        for place, text in enumerate(precision.switch.ladder):
+            yield ("precision", "switch", "ladder", place), " and ".join(precision.switch.roles), text
+
+
+def _check_format(path: Path, role: str, text: str) -> None:
+    with about(*path):
+        checked_format(text, role)
+    if text not in STORED and text.strip().lower() in STORED:  # would pass for a format to simulate
+        raise RecipeError(f"{written(path)}: write {text.strip().lower()!r}, not {text!r}")
+
+
+def _check_storage(precision: Precision) -> None:
+    """Weights of 16 bits are all of the model's numbers; only what is rounded further can be simulated over them."""
+    weights, activations = precision.weights, precision.activations
+    if precision.audit and stored_dtype(precision) == torch.float32:
+        raise RecipeError(
+            f"precision.audit: looks for FP32 tensors, and {weights!r} weights are some; store them in fp16 or bf16"
+        )
+    if stored_dtype(precision) == torch.float32:
+        return
+    if activations in STORED and activations != weights:
+        raise RecipeError(
+            f"precision.activations: {weights} weights compute in {weights}, not in {activations}; "
+            f'leave it "", or take precision.weights = "fp32" for autocast'
+        )
+    for pattern, roles in precision.layers.items():
+        if roles.weights is not None:
+            path = written(("precision", "layers", pattern, "weights"))
+            raise RecipeError(f"{path}: all weights are stored in {weights}; layers can differ where precision.weights is fp32")
+
+
+def _check_loss_scale(scale: str | float) -> None:
+    if not isinstance(scale, str):
+        with about("precision", "loss_scale"):
+            LossScale(scale)
+    elif scale not in _LOSS_SCALES:
+        listed = f"{', '.join(_LOSS_SCALES)} or a power of two"
+        raise RecipeError(f"precision.loss_scale: {scale!r} is not one of {listed}{nearest(scale, _LOSS_SCALES)}")
+
+
+def _check_schedule(recipe: Recipe) -> None:
+    precision = recipe.precision
+    for before, after in pairwise(precision.schedule):
+        if after.epoch <= before.epoch:
+            raise RecipeError(
+                f"precision.schedule: phases begin one after the other, not at {before.epoch}, then {after.epoch}"
+            )
+    for place, phase in enumerate(precision.schedule):
+        path = written(("precision", "schedule", place))
+        if phase.epoch >= recipe.epochs:
+            raise RecipeError(f"{path}.epoch: the run has {recipe.epochs} epochs, counted from 0, and none is {phase.epoch}")
+        roles = [role for role in ROLES if getattr(phase, role) is not None]
+        if not roles and phase.wire is None:
+            raise RecipeError(f"{path}: names no format; give one of {', '.join(ROLES)}, wire")
+        if roles and stored_dtype(precision) != torch.float32:
+            raise RecipeError(
+                f"{path}.{roles[0]}: formats that change are simulated in a float32 model, and precision.weights stores "
+                f"{precision.weights}"
+            )
+        for role in roles:
+            if precision.switch is not None and role in precision.switch.roles:
+                raise RecipeError(f"{path}.{role}: precision.switch decides about {role}; one of the two must go")
+
+
+def _check_switch(precision: Precision) -> None:
+    switch = precision.switch
+    if switch is None:
+        return
+    if stored_dtype(precision) != torch.float32:
+        raise RecipeError(f"precision.switch: needs weights in float32, and precision.weights stores {precision.weights}")
+    with about("precision", "switch"):
+        GradientDiversity(switch.ladder, switch.threshold, switch.window, switch.patience, switch.roles)
+    widths = [parse_format(text).bits for text in switch.ladder]
+    if widths != sorted(widths) or len(set(switch.ladder)) < len(switch.ladder):
+        raise RecipeError(
+            f"precision.switch.ladder: the narrowest format comes first and the widest last, not {', '.join(switch.ladder)}"
+        )
+    for role in switch.roles:
+        given = getattr(precision, role)
+        if given not in ("", "fp32", switch.ladder[0]):
+            raise RecipeError(
+                f"precision.{role}: {given!r}, but precision.switch begins with {switch.ladder[0]!r}; leave the choice to it"
+            )
+
+
+def _check_promote(precision: Precision) -> None:
+    """A layer that overflows must be able to, and must get more room."""
+    promote, switch = precision.promote, precision.switch
+    if promote is None:
+        return
+    if stored_dtype(precision) != torch.float32:
+        raise RecipeError(f"precision.promote: needs weights in float32, and precision.weights stores {precision.weights}")
+    if precision.scale == "tensor":
+        raise RecipeError("precision.promote: nothing overflows with precision.scale = 'tensor'")
+    if switch is not None and parse_format(promote.to).bits < parse_format(switch.ladder[-1]).bits:
+        raise RecipeError(
+            f"precision.promote.to: {promote.to!r} is narrower than {switch.ladder[-1]!r}, to which precision.switch climbs: "
+            "promoted layers would stay behind"
+        )
+    rounded = _simulated(precision)
+    if not rounded:
+        raise RecipeError("precision.promote: no role is simulated, so that nothing overflows; set precision.weights, say")
+    for where, fmt in rounded:
+        if parse_format(promote.to).max < fmt.max:
+            raise RecipeError(f"precision.promote.to: {promote.to!r} has less room than {fmt} ({written(where)})")
+
+
+def _simulated(precision: Precision) -> list[tuple[Path, AnyFormat]]:
+    """Where numbers are rounded to less than float32, at the beginning or later."""
+    start = {("precision", role): text for role, text in simulated_roles(precision).items()}
+    later = {path: text for path, _, text in _formats(precision) if path[1] in ("layers", "schedule", "switch")}
+    return [(path, parse_format(text)) for path, text in (start | later).items() if text != "fp32"]

@@ -1,0 +1,92 @@
+"""The input side of training: `open_data` finds a set by name and gives its splits.
+
+    fashion14                       inside the package
+    mnist, fashion_mnist, cifar10   from their official files, downloaded where there is a network
+    shakespeare, text:FILE          characters
+    module:function                 any map-style datasets, of the user's own
+
+Sets that fit live on the device whole (images.py, text.py); others are read by worker processes (mapped.py).
+"""
+
+import difflib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lowp.train.data.augment import Augment, check_names
+from lowp.train.data.base import Data, DataChoice
+from lowp.train.data.download import Download
+from lowp.train.data.files import Files, data_directory, locate
+from lowp.train.data.mapped import open_mapped
+from lowp.train.data.sets import IMAGE_SETS
+from lowp.train.data.text import open_text
+from lowp.train.data.wrappers import Augmented, Limited, Transformed
+from lowp.train.plugins import is_plugin, load_plugin
+
+_TEXT = "text:"
+_SHAKESPEARE = Files(
+    "shakespeare",
+    names=(("tinyshakespeare.txt", "input.txt"),),
+    downloads=(
+        Download(
+            ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",),
+            "6fb458f1232090904fb40fe944165e91",
+            gives=("tinyshakespeare.txt",),
+        ),
+    ),
+)
+SET_NAMES = (*(image_set.name for image_set in IMAGE_SETS), _SHAKESPEARE.set_name)
+
+
+def open_data(settings: DataChoice, *, device: torch.device, dtype: torch.dtype, directory: Path | None) -> Data:
+    """The set that `settings` name, from `directory` (--data) where it has files. Limit and transform are for training."""
+    check_names(settings.augment)
+    if settings.workers < 0:
+        raise ValueError(f"data.workers must not be negative: {settings.workers}")
+    data = _open(settings, device, dtype, directory)
+    train = data.train
+    if settings.limit:
+        if not 0 < settings.limit <= len(train):
+            raise ValueError(f"data.limit = {settings.limit}, but {data.name!r} has {len(train)} training samples")
+        train = Limited(train, settings.limit)
+    if settings.transform:
+        train = Transformed(train, load_plugin(settings.transform, "data.transform"), settings.transform)
+    return replace(data, train=train)
+
+
+def _open(settings: DataChoice, device: torch.device, dtype: torch.dtype, directory: Path | None) -> Data:
+    name = settings.name
+    for image_set in IMAGE_SETS:
+        if name == image_set.name:
+            return image_set.open(settings.augment, device, dtype, directory)
+    if name == _SHAKESPEARE.set_name or name.startswith(_TEXT):
+        if settings.augment:
+            raise ValueError(f"data.augment = {', '.join(settings.augment)} is for images, and {name!r} is text")
+        return open_text(name, _text_path(name, directory), settings.context, device)
+    if not is_plugin(name):
+        raise ValueError(f"unknown data set {name!r}; {_meant(name)}")
+    data = open_mapped(name, settings.options, settings.workers, device, dtype)
+    if not settings.augment:
+        return data
+    if data.kind != "image":
+        raise ValueError(f"data.augment = {', '.join(settings.augment)} is for images, and {name!r} is text")
+    augment = Augment(settings.augment, data.shape, device)
+    return replace(data, train=Augmented(data.train, augment, device))
+
+
+def _text_path(name: str, directory: Path | None) -> Path:
+    if name == _SHAKESPEARE.set_name:
+        return locate(_SHAKESPEARE, directory)[0]
+    path = Path(name.removeprefix(_TEXT)).expanduser()
+    if path.is_file() or path.is_absolute():
+        return path
+    below = data_directory(directory) / path
+    return below if below.is_file() else path
+
+
+def _meant(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), SET_NAMES, n=2, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return f"known are {', '.join(SET_NAMES)}, text:FILE and module:function"

@@ -1,0 +1,203 @@
+"""A recipe: everything that decides what a run computes, as data.
+
+A run is a function of its recipe. Each section below is a table of the TOML file, each field a key; the descriptions are the
+comments that `lowp recipes NAME --toml` prints. What can be wrong about one key is checked here, what can be wrong about keys
+together in check.py, both before any process starts.
+
+`precision` names a format for every role. The three that torch computes in (fp32, fp16, bf16) are stored and computed for real;
+any other is simulated: a float32 model whose numbers are rounded to the format wherever the role says.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+STORED = ("fp32", "fp16", "bf16")  # formats that torch computes in
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSettings(Section):
+    """What is trained."""
+
+    name: str = Field("mlp", description="a model of `lowp recipes --models`, torchvision:NAME or module:function")
+    options: dict[str, Any] = Field({}, description="its arguments: hidden = [256, 256]")
+    channels_last: bool = Field(False, description="images in channels-last memory: faster convolutions on CUDA")
+    compile: bool = Field(False, description="torch.compile the model")
+
+
+class DataSettings(Section):
+    """What it is trained on."""
+
+    name: str = Field(
+        "fashion14", description="fashion14 (embedded), mnist, fashion_mnist, cifar10, shakespeare, text:FILE, module:function"
+    )
+    augment: tuple[Literal["crop", "flip", "cutout"], ...] = Field((), description="of training images: crop, flip, cutout")
+    transform: str = Field("", description="module:function(inputs, targets, generator), called on every training batch")
+    filter: str = Field("", description="module:function(model, inputs, targets): which samples of a batch to train on")
+    limit: int = Field(0, ge=0, description="use only so many training samples (0: all)")
+    context: int = Field(128, ge=1, description="characters a sample, for text")
+    workers: int = Field(2, ge=0, description="processes that read samples of a module:function set")
+    options: dict[str, Any] = Field({}, description="arguments of a module:function set")
+
+
+class OptimizerSettings(Section):
+    """How weights are changed."""
+
+    name: str = Field("sgd", description="sgd, lars, adamw, lamb, or torch:CLASS for one of torch.optim (fp32 weights)")
+    lr: float = Field(0.1, gt=0, description="the learning rate at its peak")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of sgd and lars")
+    nesterov: bool = Field(False, description="of sgd and lars")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="of adamw and lamb")
+    eps: float = Field(1e-8, gt=0, description="of adamw and lamb")
+    weight_decay: float = Field(0.0, ge=0, description="L2 of sgd and lars, decoupled in adamw and lamb")
+    decay_vectors: bool = Field(False, description="also let biases and norms decay")
+    trust: float = Field(0.001, gt=0, description="the trust coefficient of lars")
+    options: dict[str, Any] = Field({}, description="further arguments of a torch:CLASS")
+
+
+class LearningRate(Section):
+    """The learning rate over time, as a factor of optimizer.lr; times are in epochs."""
+
+    kind: Literal["constant", "poly", "cosine", "linear", "steps"] = Field(
+        "constant", description="constant, poly, cosine, linear (between points), steps (times `factor` at each point)"
+    )
+    warmup: float = Field(0.0, ge=0, description="epochs of linear growth before it")
+    start: float = Field(0.0, ge=0, le=1, description="the factor that the warm-up starts from")
+    power: float = Field(2.0, gt=0, description="of poly")
+    points: tuple[float, ...] = Field((), description="epochs: corners of linear, falls of steps")
+    factors: tuple[float, ...] = Field((), description="of linear, one for each point")
+    factor: float = Field(0.1, gt=0, description="of steps")
+
+
+class Roles(Section):
+    """Formats that can change while a run goes on: rounded to in a float32 model."""
+
+    weights: str | None = Field(None, description="what forward and backward see of the weights")
+    activations: str | None = Field(None, description="outputs of layers")
+    errors: str | None = Field(None, description="gradients of activations")
+    gradients: str | None = Field(None, description="gradients of weights, before they travel")
+
+
+class Phase(Roles):
+    """Formats from an epoch on; what is not named stays."""
+
+    epoch: int = Field(ge=0, description="the first epoch of the phase")
+    wire: str | None = Field(None, description="the format on the wire")
+
+
+class Promote(Section):
+    """Give a layer that overflows more room."""
+
+    to: str = Field("fp32", description="the format that it gets, in all roles")
+    after: int = Field(1, ge=1, description="how many epochs with an overflow it takes")
+
+
+class Switch(Section):
+    """Climb a ladder of formats when gradients stop being diverse (MuPPET, arXiv 2006.09049)."""
+
+    ladder: tuple[str, ...] = Field(("e4m3fn", "fp16", "fp32"), min_length=2, description="formats, the narrowest first")
+    roles: tuple[Literal["weights", "activations", "errors", "gradients"], ...] = Field(
+        ("weights", "activations", "errors"), min_length=1, description="the roles that climb"
+    )
+    threshold: float = Field(
+        1.5, ge=1, description="a violation: the peak diversity since the last switch, over this epoch's, exceeds it"
+    )
+    patience: int = Field(2, ge=1, description="violations before a switch")
+    window: int = Field(5, ge=2, description="steps over which diversity is taken")
+
+
+class Precision(Section):
+    """The format of every role."""
+
+    weights: str = Field("fp32", description="fp32, fp16, bf16 are stored; any other format is simulated")
+    activations: str = Field("", description='outputs of layers; "": as the weights. fp16 or bf16 over fp32 weights: autocast')
+    errors: str = Field("", description='gradients of activations; "": as computed')
+    gradients: str = Field("", description='gradients of weights, before they travel; "": as computed')
+    rounding: str = Field("nearest", description="of the simulated roles")
+    scale: Literal["none", "tensor"] = Field("none", description="of the simulated roles; tensor: a power of two for each")
+    state: str | dict[str, str] = Field("", description='optimizer states: a format of 8 to 16 bits; "": as the weights')
+    update: Literal["", "nearest", "stochastic", "kahan"] = Field(
+        "", description='how 16-bit weights take an update; "": stochastic (fp32: nearest)'
+    )
+    loss_scale: str | float = Field("none", description="none, dynamic, per_layer, or a power of two")
+    layers: dict[str, Roles] = Field({}, description='simulated formats of some layers: "last" = { weights = "fp16" }')
+    schedule: tuple[Phase, ...] = Field((), description="formats by epoch: [[precision.schedule]] epoch = 1, weights = ...")
+    promote: Promote | None = Field(None, description="give layers that overflow a wider format")
+    switch: Switch | None = Field(None, description="climb a ladder of formats by gradient diversity")
+    tf32: bool = Field(False, description="on CUDA: FP32 products in TF32, of 10 mantissa bits")
+    audit: bool = Field(False, description="run the first step under lowp.audit: no FP32 tensor may exist")
+
+
+class Wire(Section):
+    """How gradients travel between ranks, real or virtual."""
+
+    format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, or fp32")
+    scale: str = Field("none", description="none, aps, aps_delayed, local, block:N")
+    reduction: str = Field("two_shot", description="two_shot, one_shot, ring, tree, sequential, hierarchical(k), hybrid")
+    rounding: str = Field("nearest", description="any of lowp's")
+    skip: tuple[str, ...] = Field((), description='what stays in fp32: "1d", "last", name patterns')
+    layers: dict[str, str] = Field({}, description='formats of some parameters: "last" = "fp16"')
+    accumulate: str = Field("", description='the format of sums; "": the reduction\'s own')
+    kahan: bool = Field(False, description="compensate the rounding of sums")
+    error_feedback: bool = Field(False, description="add what rounding lost to the next gradient")
+    bucket_mb: float = Field(25.0, gt=0, description="megabytes of gradients that travel together")
+
+
+class Parallel(Section):
+    """What is divided among the ranks."""
+
+    kind: Literal["data", "split", "pipeline"] = Field(
+        "data", description="data (each rank its samples), split (each a part of every linear layer), pipeline (two stages)"
+    )
+    format: str = Field("fp32", description="of activations and their gradients between ranks, for split and pipeline")
+    scale: str = Field("local", description="none or local, for split and pipeline")
+
+
+class Checkpoints(Section):
+    """How often the run is saved."""
+
+    every: int = Field(0, ge=0, description="steps between checkpoints (0: at the end of every epoch)")
+    keep: int = Field(2, ge=1, description="how many are kept")
+
+
+class Log(Section):
+    """What is written down."""
+
+    every: int = Field(20, ge=1, description="steps between lines of metrics.jsonl")
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field((), description="tensorboard, wandb, trackio")
+    health: int = Field(0, ge=0, description="steps between samples of numeric health (0: none)")
+
+
+class Recipe(Section):
+    """Everything that decides what a run computes."""
+
+    name: str = Field("custom", min_length=1, pattern=r"^[\w.-]+$", description="names the run's directory")
+    description: str = Field("", description="one line about it")
+    seed: int = Field(0, ge=0, description="of everything that is drawn")
+    epochs: int = Field(5, ge=1, description="passes over the training data")
+    batch: int = Field(256, ge=1, description="samples a step, over all ranks")
+    accumulate: int = Field(1, ge=1, description="micro-batches that each rank's share of a step is divided into")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the cross-entropy")
+    test_every: int = Field(1, ge=0, description="epochs between tests (0: only at the end)")
+    ranks: int = Field(1, ge=1, description="real processes (under torchrun: as many as it starts)")
+    virtual_ranks: int = Field(1, ge=1, description="ranks that one process stands in for")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one")
+    threads: int = Field(0, ge=0, description="CPU threads a rank (0: the machine's cores divided by its ranks)")
+    deterministic: bool = Field(False, description="on CUDA: the same bits run after run (a CPU's always are)")
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    learning_rate: LearningRate = LearningRate()
+    precision: Precision = Precision()
+    wire: Wire = Wire()
+    parallel: Parallel = Parallel()
+    checkpoints: Checkpoints = Checkpoints()
+    log: Log = Log()
+
+    @property
+    def shares(self) -> int:
+        """Into how many ranks' shares a step's samples are divided. Split and pipeline ranks all see all of them."""
+        return max(self.ranks, self.virtual_ranks) if self.parallel.kind == "data" else 1

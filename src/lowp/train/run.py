@@ -1,0 +1,195 @@
+"""One process of a run: the loop around the steps.
+
+All ranks go through the same calls in the same order; rank 0 alone has a directory and a screen. After every step all of them
+know whether to stop (stop.py), so that they save, test and end together.
+"""
+
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowp.health.audit import audit
+from lowp.train import saving
+from lowp.train.account import Account
+from lowp.train.cuda_settings import cuda_settings
+from lowp.train.divergence import DIVERGED, Diverged, bad_weight, first_not_finite
+from lowp.train.environment import environment
+from lowp.train.outputs import Outputs
+from lowp.train.recipe import Recipe
+from lowp.train.rundir import RunDirectory
+from lowp.train.stop import Stop
+from lowp.train.toml import to_toml
+from lowp.train.trainer import Trainer
+from lowp.train.world import World
+
+AUDIT_ALLOWS = ("wire sums", "norm statistics", "attention logsumexp")  # what torch's own kernels, and the wire's sums, make
+
+
+def run(
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    data: Path | None = None,
+    quiet: bool = False,
+    world: World | None = None,
+) -> dict[str, Any]:
+    """Train, or go on training, in this process; the `end` record (or, where the run was stopped, its last status).
+
+    A caller who makes several runs in the same processes joins a world once, hands it to each of them, and leaves it. (Ranks
+    that meet a second time under the launcher would find each other's old addresses in its store.)
+    """
+    joined = world
+    world = joined or World.join(recipe.device, recipe.threads, together=recipe.virtual_ranks)
+    recipe = recipe.model_copy(update={"ranks": world.ranks, "threads": torch.get_num_threads()})
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(cuda_settings(recipe, world.device))
+            directory = _directory(world, recipe, out, resume)
+            if directory is not None:
+                stack.enter_context(directory)
+            try:
+                return _Run(recipe, world, directory, data, quiet, stack).train()
+            except Exception as error:
+                if directory is not None and not isinstance(error, Diverged):
+                    directory.set_status(state="failed", message=f"{type(error).__name__}: {error}")
+                raise
+    finally:
+        if joined is None:
+            world.leave()
+
+
+def _directory(world: World, recipe: Recipe, out: Path, resume: bool) -> RunDirectory | None:
+    """Rank 0's directory. Where it cannot have it, every rank hears why."""
+    directory, problem = None, b""
+    if world.first:
+        try:
+            directory = RunDirectory.create(out, to_toml(recipe), environment(), resume=resume)
+        except OSError as error:
+            problem = str(error).encode()
+    if answer := world.tell(problem if world.first else None):
+        raise OSError(answer.decode())
+    return directory
+
+
+class _Run:
+    def __init__(
+        self, recipe: Recipe, world: World, directory: RunDirectory | None, data: Path | None, quiet: bool, stack: ExitStack
+    ) -> None:
+        self.recipe, self.world, self.directory = recipe, world, directory
+        self.trainer = Trainer(recipe, world, data)
+        stack.callback(self.trainer.close)
+        saved, refused = saving.restore(self.trainer, directory.checkpoints if directory else None)
+        self._saved_at = self.trainer.step if saved is not None else -1
+        self.account = Account(self.trainer, saved)
+        self.outputs = Outputs(directory, self.trainer, quiet, stack)
+        self.outputs.status(state="running", message="")
+        for line in refused:
+            self.outputs.say(line)
+        if directory is not None and directory.resumed:
+            self.outputs.say(f"resumed at step {self.trainer.step} of {self.trainer.steps}")
+        self._test: dict[str, Any] | None = None  # the last one
+        self._stop = stack.enter_context(Stop(world.ranks))
+
+    def train(self) -> dict[str, Any]:
+        trainer = self.trainer
+        try:
+            while trainer.step < trainer.steps:
+                if trainer.step % trainer.steps_per_epoch == 0:
+                    for change in trainer.numerics.epoch_begins(trainer.step // trainer.steps_per_epoch):
+                        self.outputs.say(change, trainer.step + 1)
+                self._stop.ask()
+                self._step()
+                self._after_step()
+                if (signal := self._stop.agreed()) is not None and trainer.step < trainer.steps:
+                    return self._stopped(signal.name)
+        except DIVERGED as error:
+            self._diverged(str(error))
+        record = self.account.end_record(self._test or trainer.test())
+        self.outputs.end(record)
+        return record
+
+    def _step(self) -> None:
+        """One step; where a layer overflowed and may be promoted, it is, and the step is taken again."""
+        try:
+            self._audited_step()
+        except DIVERGED:
+            promoted = self.trainer.numerics.promote(at_once=True)
+            if not promoted:
+                raise
+            for change in promoted:
+                self.outputs.say(change, self.trainer.step + 1)
+            self._step()
+        self.outputs.step_done()
+
+    def _audited_step(self) -> None:
+        if not self.recipe.precision.audit or self.trainer.step > 0:
+            self.trainer.train_step()
+            return
+        with audit(mode="report", allow=AUDIT_ALLOWS) as report:
+            self.trainer.train_step()
+        if self.directory is not None:
+            (self.directory.path / "audit.txt").write_text(f"{report}\n")
+        if not report.clean:
+            first = report.findings[0]
+            raise ValueError(f"precision.audit: the first step made a tensor of 32 bits or more: {first.module} {first.line}")
+        self.outputs.say("audit: the first step made no tensor of 32 bits or more (audit.txt)")
+
+    def _after_step(self) -> None:
+        trainer, recipe = self.trainer, self.recipe
+        epoch_done = trainer.step % trainer.steps_per_epoch == 0
+        last = trainer.step == trainer.steps
+        if epoch_done or trainer.step % recipe.log.every == 0:
+            self.outputs.write(self.account.train_record())
+        if epoch_done:
+            for change in trainer.numerics.epoch_ends():
+                self.outputs.say(change)
+            epoch = trainer.step // trainer.steps_per_epoch
+            if last or (recipe.test_every and epoch % recipe.test_every == 0):
+                self._test = self.account.test_record()
+                self.outputs.write(self._test)
+                if math.isnan(self._test["loss"]):
+                    self._diverged("the test loss is NaN", save=False)
+        if trainer.step % (recipe.checkpoints.every or trainer.steps_per_epoch) == 0 or last:
+            if (name := self._first_found(bad_weight(trainer.model))) is not None:
+                self._diverged(f"the weights of {name!r} are not finite", save=False)
+            self._save()
+
+    def _save(self) -> None:
+        if self._saved_at == self.trainer.step:
+            return
+        self.outputs.sync()
+        saving.save(self.trainer, self.directory.checkpoints if self.directory else None, self.account.state())
+        self._saved_at = self.trainer.step
+        self.outputs.status()
+        self.account.pause()
+
+    def _stopped(self, signal: str) -> dict[str, Any]:
+        self._save()
+        where = f"stopped by {signal} after step {self.trainer.step} of {self.trainer.steps}"
+        if self.directory is not None:
+            self.outputs.say(f"{where}; go on with: lowp train {self.directory.path} --resume")
+        self.outputs.status(state="stopped", message=where)
+        return {"kind": "stopped", "step": self.trainer.step, "signal": signal}
+
+    def _diverged(self, error: str, save: bool = True) -> None:
+        """Say what is not finite, save what was there before the step, and end."""
+        trainer = self.trainer
+        batches = [batch for rank in trainer.exchange.ranks for batch in trainer.micro_batches(rank)]
+        found = self._first_found(first_not_finite(trainer.model, batches)) if trainer.placement is None else error
+        message = f"diverged in step {trainer.step}: {found or 'outputs are finite, gradients are not'} ({error})"
+        if save:
+            self._save()
+        self.outputs.write({"kind": "event", "step": trainer.step, "message": message})
+        self.outputs.status(state="diverged", message=message)
+        raise Diverged(message)
+
+    def _first_found(self, sentence: str | None) -> str | None:
+        """What the first rank that found anything has found."""
+        answers = self.world.gather(json.dumps(sentence).encode())
+        found = next((answer for answer in answers if answer != b"null"), b"null")
+        return json.loads(self.world.tell(found if self.world.first else None))
