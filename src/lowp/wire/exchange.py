@@ -149,9 +149,11 @@ def _scale_layers(source: Tensor, factors: Tensor, chunk: Chunk, out: Tensor) ->
 def peaks_of(source: Tensor, chunk: Chunk, world: int) -> Tensor:
     """The header byte of each part of a chunk, where the codec does not make its own: how large the rank's numbers are."""
     peaks = torch.zeros(len(chunk.parts), dtype=torch.uint8, device=source.device)
-    for index, (part, first) in enumerate(chunk.parts):
-        if part.codec.sends_peaks:
-            peaks[index : index + 1] = scaling.bound_bytes(_largest(source[first : first + part.size]).reshape(1), world)
+    sending = [index for index, (part, _) in enumerate(chunk.parts) if part.codec.sends_peaks]
+    if sending:
+        stretches = [source[first : first + part.size] for part, first in (chunk.parts[index] for index in sending)]
+        places = constants(tuple(sending), torch.int64, source.device)
+        peaks[places] = scaling.bound_bytes(_all_largest(stretches), world)
     return peaks
 
 

@@ -160,8 +160,31 @@ class Rules:
         return nullcontext() if self.meter is None else self.meter.timed(what, device)
 
     def addend(self, load: Load, shard: Shard, actor: int) -> Load:
-        """A rank's own numbers as they would arrive elsewhere."""
-        return self.read(self.write(load, shard, Stage.ADDEND, actor), shard, Stage.ADDEND)
+        """A rank's own numbers as they would arrive elsewhere.
+
+        Where every number is rounded by itself there is no need to write a message and read it. (This is the virtual world's,
+        which has many ranks to go through.)
+        """
+        if self.feedback is not None or not all(part.codec.elementwise for part in shard.parts):
+            return self.read(self.write(load, shard, Stage.ADDEND, actor), shard, Stage.ADDEND)
+        numbers = load.numbers.clone()
+        for part in self._alike(shard):
+            if part.codec.format != FP32:
+                noise = self.noise(part, Stage.ADDEND, actor) if part.codec.stochastic else None
+                part.codec.round_(numbers[part.offset : part.offset + part.size], noise)
+        return Load(numbers, load.peaks.clone())
+
+    def _alike(self, shard: Shard) -> tuple[Part, ...]:
+        """A shard's parts, with neighbours of one codec as one part, unless each has its own noise."""
+        if "alike" not in shard.messages:
+            found: list[Part] = []
+            for part in shard.parts:
+                if found and found[-1].codec == part.codec and not part.codec.stochastic:
+                    found[-1] = replace(found[-1], size=found[-1].size + part.size)
+                else:
+                    found.append(part)
+            shard.messages["alike"] = tuple(found)
+        return shard.messages["alike"]
 
     def sent_on(self, total: Load, shard: Shard, actor: int) -> Load:
         """A partial sum as it would arrive elsewhere. It is rounded already, but a scale of its own may round it again."""
