@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow lint format bench bench-wire bench-optim readme clean
+.PHONY: setup demo test test-slow lint format bench bench-wire bench-optim bench-train readme clean
 
 setup: $(READY)
 
@@ -43,6 +43,9 @@ bench-wire: setup
 bench-optim: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/optim.py
+
+bench-train: setup
+	$(BIN)/python benchmarks/train.py
 
 readme: setup
 	$(BIN)/python -m lowp.cli.readme README.md

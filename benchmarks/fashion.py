@@ -89,7 +89,9 @@ def finished(recipe: Recipe, folder: Path) -> bool:
 
 def train(recipe: Recipe, folder: Path, data: Path | None) -> None:
     if recipe.ranks == 1:
-        run(recipe, folder, resume=True, data=data, quiet=True)
+        end = run(recipe, folder, resume=True, data=data, quiet=True)
+        if end["kind"] == "stopped":
+            sys.exit(f"{folder} was stopped at step {end['step']}; the same command goes on with it")
         return
     source = folder.with_suffix(".toml")
     source.parent.mkdir(parents=True, exist_ok=True)
@@ -163,13 +165,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), help="some of them; fp32 is always there")
     parser.add_argument("--data", type=Path, help="where fashion_mnist lies; default as for lowp train")
     parser.add_argument("--runs", type=Path, help="default runs/fashion, or runs/fashion-quick")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.seeds = 1 if options.quick else options.seeds
     options.runs = options.runs or Path("runs/fashion-quick" if options.quick else "runs/fashion")
-    settings = [setting for setting in SETTINGS if options.device == "cuda" or setting not in ON_CUDA]
+    wanted = {"fp32", *(options.settings or SETTINGS)}
+    settings = [s for s in SETTINGS if s in wanted and (options.device == "cuda" or s not in ON_CUDA)]
     jobs = [(setting, seed) for seed in range(options.seeds) for setting in settings]
     folders = {(setting, seed): options.runs / f"{options.device}-{_stem(setting)}-{seed}" for setting, seed in jobs}
     began = time.perf_counter()

@@ -194,6 +194,7 @@ def test_compiled_code_counts_overflow():
     assert simulation.overflowed() == found == {"0": {"activations"}, "1": {"errors"}}
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor():
     torch._dynamo.reset()
     model = seeded(lambda: nn.Linear(5, 4, bias=False))

@@ -99,6 +99,7 @@ print("the same")
 """
 
 
+@pytest.mark.slow
 def test_fast_math_changes_nothing():
     """With associative math a compiler may fold (x + c) - c, the usual way of rounding.
 

@@ -98,7 +98,7 @@ def edge_numbers(fmt, dtype):
     return torch.cat([beside, -beside, nans])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("fmt", BYTE + [format(text) for text in UNUSUAL if format(text).bits <= 8], ids=str)
 def test_every_step(fmt, dtype):
     x = edge_numbers(fmt, dtype)

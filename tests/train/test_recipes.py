@@ -48,7 +48,7 @@ recipes = st.builds(
         layers=st.dictionaries(words, st.builds(Roles, **roles), max_size=2),
         schedule=st.lists(st.builds(Phase, epoch=st.integers(0), wire=st.none() | format_name, **roles), max_size=2),
         promote=st.none() | st.builds(Promote, to=words, after=st.integers(1)),
-        switch=st.none() | st.builds(Switch, ladder=st.lists(words, min_size=2, max_size=3), threshold=positive),
+        switch=st.none() | st.builds(Switch, ladder=st.lists(words, min_size=2, max_size=3), threshold=st.floats(1, 1e9)),
     ),
     wire=st.builds(Wire, skip=st.lists(words, max_size=2), layers=st.dictionaries(words, words, max_size=2)),
 )

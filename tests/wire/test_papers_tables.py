@@ -128,6 +128,7 @@ def test_memory_does_not_grow_with_the_world():
     assert growth(32, 1 << 20, "two_shot") < 4  # all ranks' gradients would be 32, their codes 8
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_1024_ranks():
     assert growth(1024, 1 << 16, "two_shot", "aps") < 64  # their codes would be 256
 

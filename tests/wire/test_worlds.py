@@ -91,7 +91,7 @@ def compare(world, codecs, cases, timeout):
                 assert torch.equal(sums[name].view(torch.int32), bits), (reduction, scale, variant, step, name, codec)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("world", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
 def test_real_and_virtual_ranks_give_the_same_bits(world):
     compare(world, SOME, TURNS, 150)
 

@@ -172,14 +172,20 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             return worst
         if (worst.device.type == "cpu" or plain) and int(worst) >= LIMIT:  # torch's own functions would not leave things alone
             self._raise_nonfinite(steps)
-        members = [p for _, parameters in plain for p in parameters]
-        if members:  # one wait for all of them: torch's own functions would not leave a bad step alone
-            largest = torch._foreach_norm([Placement(p).part_of(p.grad) for p in members], math.inf)
-            finite = torch.stack([each.to(largest[0].device) for each in largest]).isfinite().tolist()
-            if not all(finite):
-                bad = members[finite.index(False)]
-                raise NonFiniteGradient(f"the gradient of {self._name_of(bad)} is not finite; nothing was changed")
+        self._refuse_nonfinite([p for _, parameters in plain for p in parameters])
         return worst
+
+    def _refuse_nonfinite(self, members: list[Tensor]) -> None:
+        """Of parameters that torch's own functions update, which would not leave a bad step alone. One wait for all of them."""
+        parts = {p: Placement(p).part_of(p.grad) for p in members}
+        parts = {p: part for p, part in parts.items() if part.numel()}  # of a shard with nothing in it there is no largest
+        if not parts:
+            return
+        largest = _largest(list(parts.values()))
+        finite = torch.stack([each.to(largest[0].device) for each in largest]).isfinite().tolist()
+        for p, good in zip(parts, finite, strict=True):
+            if not good:
+                raise NonFiniteGradient(f"the gradient of {self._name_of(p)} is not finite; nothing was changed")
 
     def _raise_nonfinite(self, steps: list[Step]) -> None:
         for step in steps:
@@ -305,3 +311,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self.state.clear()
         self.state.update(loaded)
         self._families, self._pending = None, []
+
+
+def _largest(tensors: list[Tensor]) -> list[Tensor]:
+    """The largest magnitude of each. On CUDA a norm, in a few launches for all; on a CPU, where norms are slow, both ends."""
+    if tensors[0].is_cuda:
+        return list(torch._foreach_norm(tensors, math.inf))
+    return [torch.maximum(high, -low) for low, high in map(torch.aminmax, tensors)]

@@ -132,7 +132,7 @@ class Numerics:
         gradients, it is done here: all ranks or none."""
         if not divided and type(optimizer).__module__.startswith("lowp."):
             return
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None and p.grad.numel()}
         finite = torch.stack(torch._foreach_norm(list(gradients.values()), torch.inf)).isfinite().tolist()
         bad = [name for name, good in zip(gradients, finite, strict=True) if not good]
         if divided and float(self._world.sum(torch.tensor([float(bool(bad))]))) and not bad:

@@ -1,0 +1,41 @@
+"""From each rank's gradients to the mean of all ranks, in `parameter.grad`.
+
+One interface, three ways: alone, one of several real ranks, or one process that stands in for all of them. The loop hands
+over a function that computes one rank's gradients; the exchange calls it for the ranks that this process stands for.
+
+Why not DistributedDataParallel: it lays gradients into buckets, and after the first step into other buckets, in the order in
+which they came. Scales that belong to messages then depend on when a process was started: a resumed run would not repeat the
+uninterrupted one. Here buckets follow from the model alone, so that real ranks, virtual ranks and resumed runs add the same
+numbers in the same order. Everything else is as in DDP: a bucket travels as soon as its last gradient is there, while backward
+goes on.
+"""
+
+import torch
+from torch import nn
+
+from lowp.train.exchange.alone import Alone
+from lowp.train.exchange.alone import Placed as Placed
+from lowp.train.exchange.base import Exchange as Exchange
+from lowp.train.exchange.base import buckets_of as buckets_of
+from lowp.train.exchange.real import RealExchange
+from lowp.train.exchange.virtual import VirtualRanks
+from lowp.wire.settings import Settings
+
+
+def exchange_for(
+    model: nn.Module,
+    settings: Settings,
+    bucket_bytes: float,
+    *,
+    rank: int,
+    ranks: int,
+    virtual_ranks: int,
+    device: torch.device,
+) -> Exchange:
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    buckets = buckets_of(parameters, bucket_bytes)
+    if ranks > 1:
+        return RealExchange(parameters, buckets, settings, rank, device)
+    if virtual_ranks == 1 and settings.format == "fp32":
+        return Alone()
+    return VirtualRanks(model, parameters, buckets, settings, virtual_ranks)

@@ -1,0 +1,114 @@
+"""One process for all ranks, one after the other."""
+
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.train.exchange.base import Gradients
+from lowp.wire.settings import Settings
+from lowp.wire.virtual import VirtualExchange
+
+
+class VirtualRanks:
+    """One process for all ranks, one after the other.
+
+    Where a rank's gradients are needed twice (to agree on scales, then to add) they are kept if memory allows, and computed
+    again if not. Buffers are rank 0's, as in DDP: every rank starts from the step's, and what rank 0 made of them stays.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        buckets: list[list[str]],
+        settings: Settings,
+        size: int,
+    ) -> None:
+        self.ranks = range(size)
+        self._model = model
+        self._parameters = parameters
+        self._exchange = VirtualExchange(size, {n: p.shape for n, p in parameters.items()}, settings, buckets=buckets)
+        self._sent = self._of_fp32 = 0.0
+
+    def reduce(self, gradients: Gradients) -> None:
+        source = _Source(self._model, self._parameters, gradients, keep=self._exchange.asks_twice and self._fits)
+        sent, of_fp32 = self._exchange.bytes_a_rank()
+        self._before = self._exchange.state.snapshot()
+        self._residuals = [{n: r.clone() for n, r in residuals.items()} for residuals in self._exchange.residuals]
+        means = self._exchange.reduce(source)
+        source.finish()
+        for name, parameter in self._parameters.items():
+            parameter.grad = means[name]
+        self._sent += sent
+        self._of_fp32 += of_fp32
+
+    @cached_property
+    def _fits(self) -> bool:
+        """Is there memory for all ranks' gradients? Asked once: to ask a GPU is to wait for it."""
+        size = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        first = next(iter(self._parameters.values()))
+        if first.is_cuda:
+            free = torch.cuda.mem_get_info(first.device)[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return len(self.ranks) * size < free / 2
+
+    def bytes_sent(self) -> tuple[float, float]:
+        return self._sent, self._of_fp32
+
+    def undo(self) -> None:
+        self._exchange.state.restore(self._before)
+        self._exchange.residuals = [dict(residuals) for residuals in self._residuals]
+
+    def state_of_rank(self) -> list[dict[str, Any]]:
+        shared = self._exchange.state.state_dict()
+        return [shared | {"residuals": dict(self._exchange.residuals[rank])} for rank in self.ranks]
+
+    def load_state_of_rank(self, saved: list[dict[str, Any]]) -> None:
+        device = next(iter(self._parameters.values())).device
+        self._exchange.state.load_state_dict(saved[0] | {"residuals": {}}, device)
+        for rank, theirs in zip(self.ranks, saved, strict=True):
+            self._exchange.residuals[rank] = {n: r.to(device, copy=True) for n, r in theirs["residuals"].items()}
+
+    def close(self) -> None: ...
+
+
+class _Source:
+    """Each rank's gradients in one step, kept or computed again."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], gradients: Gradients, keep: bool) -> None:
+        self._parameters, self._gradients, self._keep = parameters, gradients, keep
+        self._buffers = list(model.buffers())
+        self._before = [buffer.clone() for buffer in self._buffers]
+        self._after: list[Tensor] = self._before
+        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._last = -1
+
+    def __call__(self, rank: int) -> Mapping[str, Tensor]:
+        if rank not in self._kept:
+            if not self._keep:
+                self._kept.clear()
+            self._kept[rank] = self._compute(rank)
+        return self._kept[rank]
+
+    def _compute(self, rank: int) -> dict[str, Tensor]:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        if self._last >= 0:
+            self._set(self._before)
+        self._gradients(rank, lambda: None)
+        if rank == 0 and self._last < 0:
+            self._after = [buffer.clone() for buffer in self._buffers]
+        self._last = rank
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self._parameters.items()}
+
+    def _set(self, values: list[Tensor]) -> None:
+        if values:
+            torch._foreach_copy_(self._buffers, values)
+
+    def finish(self) -> None:
+        self._set(self._after)
