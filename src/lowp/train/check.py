@@ -247,3 +247,5 @@ def _check_parallel(recipe: Recipe) -> None:
     for key in (*simulated, "layers", "schedule", "promote", "switch"):
         if key in simulated or getattr(precision, key):
             raise RecipeError(f"precision.{key}: formats cannot be simulated in {parallel.kind}")
+    if precision.loss_scale != "none":
+        raise RecipeError(f"precision.loss_scale: ranks of {parallel.kind} have different layers, and cannot agree on a scale")

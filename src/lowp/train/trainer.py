@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.optim.loss_scale import LossScale
+from lowp.train.check import check_model
 from lowp.train.data import open_data
 from lowp.train.data.base import Request
 from lowp.train.data.order import epoch_order, shares
@@ -77,6 +78,7 @@ class Trainer:
         settings = self.recipe.model
         seed_torch(seed_of(self.recipe.seed, "weights"), self.world.device)
         model = build_model(settings.name, shape=self.data.shape, classes=self.data.classes, options=settings.options)
+        check_model(self.recipe, model)
         model.to(self.world.device, stored_dtype(self.recipe.precision))
         if settings.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs lack it
