@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat, BlockFormat, FloatFormat, Format
+from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
-from lowp.tensor.carrier import CARRIERS, FORMAT_OF_DTYPE, exponent_below
+from lowp.tensor.carrier import CARRIERS, FORMAT_OF_DTYPE, last_step
 from lowp.tensor.ops import quantize
 
 # Bins of the exponent histogram: float32 from its smallest subnormal to its largest number, and one bin at either end for what
@@ -159,16 +159,7 @@ def _limits(fmt: AnyFormat) -> tuple[float, float] | None:
     """
     if isinstance(fmt, BlockFormat) or not math.isfinite(fmt.overflow):
         return None
-    return fmt.min - _last_step(fmt) / 2, fmt.max + _last_step(fmt) / 2
-
-
-def _last_step(fmt: Format) -> float:
-    """From the largest value but one to the largest."""
-    if fmt.bits <= 16:
-        return fmt.values[-1] - fmt.values[-2]
-    if isinstance(fmt, FloatFormat):
-        return math.ldexp(1.0, exponent_below(fmt.max) - fmt.mantissa_bits)
-    return fmt.smallest
+    return fmt.min - last_step(fmt) / 2, fmt.max + last_step(fmt) / 2
 
 
 def merge(one: Tensor, other: Tensor) -> Tensor:

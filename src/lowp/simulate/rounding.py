@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat, BlockFormat, FloatFormat
+from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
-from lowp.tensor.carrier import CARRIERS, F32, F64, Carrier, exponent_below
+from lowp.tensor.carrier import CARRIERS, F32, F64, Carrier, exponent_below, last_step
 from lowp.tensor.core import quantize_operation
 from lowp.tensor.dynamo import in_graph, teach_dynamo
 from lowp.tensor.noise import KEY_SIZE, Noise, key_tensor
@@ -90,11 +90,7 @@ def _limit(fmt: AnyFormat) -> float | None:
     """Where a format overflows that has no value for it: half a step beyond its largest. (Blocks have their scales.)"""
     if isinstance(fmt, BlockFormat) or not math.isfinite(fmt.overflow):
         return None
-    if fmt.bits <= 16:
-        step = fmt.values[-1] - fmt.values[-2]
-    else:
-        step = math.ulp(fmt.max) * 2.0 ** (52 - fmt.mantissa_bits) if isinstance(fmt, FloatFormat) else fmt.smallest
-    return fmt.max + step / 2
+    return fmt.max + last_step(fmt) / 2
 
 
 @in_graph

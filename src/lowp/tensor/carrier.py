@@ -110,6 +110,15 @@ def exponent_below(number: float) -> int:
     return math.frexp(number)[1] - 1
 
 
+def last_step(fmt: Format) -> float:
+    """From the largest value but one to the largest."""
+    if fmt.bits <= 16:
+        return fmt.values[-1] - fmt.values[-2]
+    if isinstance(fmt, FloatFormat):
+        return math.ldexp(1.0, exponent_below(fmt.max) - fmt.mantissa_bits)
+    return fmt.smallest
+
+
 def is_grid(fmt: Format) -> TypeIs[FloatFormat | FixedFormat]:
     """Is the format a plain grid: a signed float with subnormals, or fixed point (which is all subnormals)?"""
     return isinstance(fmt, FixedFormat) or (isinstance(fmt, FloatFormat) and fmt.signed and fmt.subnormals)

@@ -4,7 +4,7 @@ A step:
 
 1. Every rank that this process stands for computes its gradients: its share of the step's samples, micro-batch by micro-batch.
    What it draws (dropout, say) is seeded by (seed, step, rank, micro-batch): nothing depends on what was drawn before.
-2. The exchange leaves the mean of all ranks in `parameter.grad` (exchange.py).
+2. The exchange leaves the mean of all ranks in `parameter.grad` (exchange/).
 3. The optimizer takes the step, unless the loss scale leaves it out.
 
 The order of an epoch's samples is a function of (seed, epoch); a step's samples are one stretch of it, cut into ranks' shares.
@@ -99,6 +99,7 @@ class Trainer:
             return Placed(self.placement)
         return exchange_for(
             self.model,
+            self.parameters,
             wire_settings(self.recipe, self.steps_per_epoch),
             self.recipe.wire.bucket_mb * 1e6,
             rank=self.world.rank,
@@ -226,10 +227,14 @@ class Trainer:
         self.exchange.undo()
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._buffers_before)
+        self._batches = None
+        self._forget_sums()
+
+    def _forget_sums(self) -> None:
         for number in (*self._losses, *self._correct):
             number.zero_()
         self._predictions = [0 for _ in self.exchange.ranks]
-        self._counted, self._batches = 0, None
+        self._counted = 0
 
     def take_metrics(self) -> dict[str, float]:
         """Loss and accuracy over the steps since the last call, of all ranks; the same numbers for real and virtual ones."""
@@ -240,11 +245,9 @@ class Trainer:
             ):
                 table[rank] = torch.tensor([float(number) for number in row], dtype=torch.float64)
         losses, correct, predictions = (sum(column.tolist()) for column in self.world.sum(table).unbind(1))
-        for number in (*self._losses, *self._correct):
-            number.zero_()
-        self._predictions = [0 for _ in self.exchange.ranks]
-        steps, self._counted = self._counted, 0
-        return {"loss": losses / (self.recipe.shares * max(1, steps)), "accuracy": correct / max(1.0, predictions)}
+        steps = max(1, self._counted)
+        self._forget_sums()
+        return {"loss": losses / (self.recipe.shares * steps), "accuracy": correct / max(1.0, predictions)}
 
     def share_buffers(self) -> None:
         """Running statistics are rank 0's, as in DDP. (Of a divided model, each rank has its own layers'.)"""

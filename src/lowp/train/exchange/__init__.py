@@ -10,6 +10,8 @@ numbers in the same order. Everything else is as in DDP: a bucket travels as soo
 goes on.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -24,6 +26,7 @@ from lowp.wire.settings import Settings
 
 def exchange_for(
     model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
     settings: Settings,
     bucket_bytes: float,
     *,
@@ -32,7 +35,6 @@ def exchange_for(
     virtual_ranks: int,
     device: torch.device,
 ) -> Exchange:
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     buckets = buckets_of(parameters, bucket_bytes)
     if ranks > 1:
         return RealExchange(parameters, buckets, settings, rank, device)
