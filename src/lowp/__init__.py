@@ -1,7 +1,7 @@
 """lowp: training neural networks in low precision across many machines.
 
-The public API, and nothing else. `health` and `optim` are imported when they are first asked for: who rounds a tensor, or waits
-for `lowp --help`, does not wait for them.
+The public API, and nothing else. `health`, `optim` and `simulation` are imported when something of them is first asked for: who
+rounds a tensor, or waits for `lowp --help`, does not wait for them.
 """
 
 from importlib import import_module
@@ -45,6 +45,13 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.health.audit import audit as audit
     from lowp.optim.loss_scale import LossScale as LossScale
     from lowp.optim.loss_scale import LossScaleExhausted as LossScaleExhausted
+    from lowp.simulation import GradientDiversity as GradientDiversity
+    from lowp.simulation import OnOverflow as OnOverflow
+    from lowp.simulation import Schedule as Schedule
+    from lowp.simulation import Simulation as Simulation
+    from lowp.simulation import restore as restore
+    from lowp.simulation import simulate as simulate
+    from lowp.simulation import simulation_of as simulation_of
 
 _LATER = {
     "health": "lowp.health",
@@ -53,6 +60,13 @@ _LATER = {
     "audit": "lowp.health.audit",
     "LossScale": "lowp.optim.loss_scale",
     "LossScaleExhausted": "lowp.optim.loss_scale",
+    "GradientDiversity": "lowp.simulation",
+    "OnOverflow": "lowp.simulation",
+    "Schedule": "lowp.simulation",
+    "Simulation": "lowp.simulation",
+    "restore": "lowp.simulation",
+    "simulate": "lowp.simulation",
+    "simulation_of": "lowp.simulation",
 }
 
 

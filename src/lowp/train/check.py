@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowp.simulate import restore, simulate
+from lowp.simulation import restore, simulate
 from lowp.train.check_precision import check_precision
 from lowp.train.data import SET_NAMES
 from lowp.train.data.order import shares

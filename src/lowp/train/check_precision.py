@@ -8,8 +8,8 @@ import torch
 from lowp.formats import AnyFormat, Rounding
 from lowp.formats import format as parse_format
 from lowp.optim.loss_scale import LossScale
-from lowp.simulate.layers import checked_format
-from lowp.simulate.policies import GradientDiversity
+from lowp.simulation.layers import checked_format
+from lowp.simulation.policies import GradientDiversity
 from lowp.train.keys import Path, written
 from lowp.train.mistakes import RecipeError, about, nearest
 from lowp.train.numerics import ROLES, simulated_roles, stored_dtype

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.simulate import simulate
-from lowp.simulate.policies import GradientDiversity, OnOverflow, Schedule
+from lowp.simulation import simulate
+from lowp.simulation.policies import GradientDiversity, OnOverflow, Schedule
 from lowp.tensor.errors import NonFiniteGradient
 from lowp.train.recipe import STORED, Precision, Recipe
 from lowp.train.world import World

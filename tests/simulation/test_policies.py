@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowp.simulate import GradientDiversity, OnOverflow, Schedule, simulate
+from lowp.simulation import GradientDiversity, OnOverflow, Schedule, simulate
 
 
 def test_schedule():

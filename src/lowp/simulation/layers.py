@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
-from lowp.simulate.rounding import Target, passed
+from lowp.simulation.rounding import Target, passed
 from lowp.tensor.noise import Noise
 
 if TYPE_CHECKING:
-    from lowp.simulate.simulation import Simulation
+    from lowp.simulation.simulate import Simulation
 
 ROLES = ("weights", "activations", "errors", "gradients")
 OFF = "fp32"  # how a role that is left alone is written

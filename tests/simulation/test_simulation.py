@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowp
-from lowp.simulate import restore, simulate, simulation_of
+from lowp.simulation import restore, simulate, simulation_of
 
 ROLES = ("weights", "activations", "errors", "gradients")
 X = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from lowp.formats import Rounding
-from lowp.simulate.layers import OFF, ROLES, FormatName, Layer, Rules, checked_format, checked_roles, checked_rules
-from lowp.simulate.modules import LAYER, convert, is_simulated, parts, revert
+from lowp.simulation.layers import OFF, ROLES, FormatName, Layer, Rules, checked_format, checked_roles, checked_rules
+from lowp.simulation.modules import LAYER, convert, is_simulated, parts, revert
 
 SCALES = ("none", "tensor")
 _STEPS = 40  # bits of a moment that count steps; those above are the rank

@@ -23,7 +23,7 @@ from torch.nn.modules.pooling import _MaxPoolNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from lowp.simulate.layers import Layer
+from lowp.simulation.layers import Layer
 
 # Leaves that give numbers on as they are, and those whose result is no activation.
 _MOVE = (nn.Identity, nn.Sequential, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Unfold)

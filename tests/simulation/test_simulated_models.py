@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import lowp
-from lowp.simulate import restore, simulate, simulation_of
+from lowp.simulation import restore, simulate, simulation_of
 
 # torch's compiler warns about itself while it is imported
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning")

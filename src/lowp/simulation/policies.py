@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.simulate.layers import ROLES, FormatName, checked_format, checked_roles
+from lowp.simulation.layers import ROLES, FormatName, checked_format, checked_roles
 
 
 class Schedule:
