@@ -1,8 +1,7 @@
 """Gradients of a model, compressed step after step: what the hooks of DDP and a training loop of one's own have in common."""
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -94,15 +93,17 @@ class Compressor:
         assert isinstance(self.settings.reduction, Reduction)
         return self.settings.reduction
 
-    def submit(self, flat: Tensor, names: Iterable[str], arrived: Callable[[], None]) -> None:
-        """Start reducing a bucket in place: the mean over the ranks. `arrived` is called when it is there, or has failed."""
+    def submit(self, flat: Tensor, names: Iterable[str]) -> "torch.futures.Future[Tensor]":
+        """Start reducing a bucket in place: the mean over the ranks. The future holds it when it is there, or has failed; who
+        waits for it on CUDA has its stream wait for ours."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         names = tuple(names)
         if not self._buckets and self.settings.nonfinite != "propagate":
             self._before = self.state.memory()
         self._buckets.append(names)
         if self._courier.error is not None:
-            arrived()
-            return
+            future.set_result(flat)
+            return future
         meter, step, number = self._meter, self.state.step, len(self._buckets)
         layers = self._parameters.layers(names, step)
         assert self._reduction is not None
@@ -119,7 +120,9 @@ class Compressor:
         )
         meter.report.elements += flat.numel()
         meter.report.bytes_of_fp32 += ring_bytes(4 * flat.numel(), self.world)
-        self._courier.send(Parcel(exchange, meter, f"{self._reduction} of bucket {number} in step {step}", arrived))
+        name = f"{self._reduction} of bucket {number} in step {step}"
+        self._courier.send(Parcel(exchange, meter, name, lambda: future.set_result(flat)))
+        return future
 
     def step_done(self) -> None:
         """All gradients of a step are submitted: what comes next belongs to the next step."""
@@ -185,12 +188,9 @@ class Compressor:
             flat = torch.cat([gradients[name].detach().reshape(-1) for name in names])
             sizes = [gradients[name].numel() for name in names]
             results |= {n: piece.view(gradients[n].shape) for n, piece in zip(names, flat.split(sizes), strict=True)}
-            arrived = threading.Event()
-            self.submit(flat, names, arrived.set)
-            waiting.append(arrived)
+            waiting.append(self.submit(flat, names))
         self.step_done()
-        for arrived in waiting:
-            arrived.wait()
+        torch.futures.wait_all(waiting)
         self.step_arrived([])
         return {name: results[name] for name in gradients}
 

@@ -74,10 +74,8 @@ class Handle:
     def _hook(self, bucket: Any) -> "torch.futures.Future[Tensor]":
         if not self.compresses:
             return allreduce_hook(self._compressor.parent, bucket)
-        flat = bucket.buffer()
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-        self._compressor.submit(flat, names, lambda: future.set_result(flat))
+        future = self._compressor.submit(bucket.buffer(), names)
         self._seen += len(names)
         if self._seen == self._expected:
             self._seen = 0

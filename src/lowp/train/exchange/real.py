@@ -62,9 +62,7 @@ class Compressed:
         return self._compressor.state
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
-        flat = bucket.flat
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        self._compressor.submit(flat, bucket.names, lambda: future.set_result(flat))
+        future = self._compressor.submit(bucket.flat, bucket.names)
 
         def wait() -> None:
             future.wait()
