@@ -1,7 +1,7 @@
 """lowp: training neural networks in low precision across many machines.
 
-The public API, and nothing else. `health`, `optim` and `simulation` are imported when something of them is first asked for: who
-rounds a tensor, or waits for `lowp --help`, does not wait for them.
+The public API, and nothing else. `health`, `optim`, `simulation` and products of matrices are imported when something of them
+is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
 """
 
 from importlib import import_module
@@ -46,12 +46,26 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.optim.loss_scale import LossScale as LossScale
     from lowp.optim.loss_scale import LossScaleExhausted as LossScaleExhausted
     from lowp.simulation import GradientDiversity as GradientDiversity
+    from lowp.simulation import MasterWeights as MasterWeights
+    from lowp.simulation import MemoryBudget as MemoryBudget
     from lowp.simulation import OnOverflow as OnOverflow
+    from lowp.simulation import PerLayer as PerLayer
+    from lowp.simulation import Policy as Policy
     from lowp.simulation import Schedule as Schedule
+    from lowp.simulation import SearchResult as SearchResult
     from lowp.simulation import Simulation as Simulation
+    from lowp.simulation import Together as Together
+    from lowp.simulation import Uniform as Uniform
+    from lowp.simulation import calibrate as calibrate
+    from lowp.simulation import describe as describe
     from lowp.simulation import restore as restore
+    from lowp.simulation import search as search
     from lowp.simulation import simulate as simulate
     from lowp.simulation import simulation_of as simulation_of
+    from lowp.tensor.matmul import Arithmetic as Arithmetic
+    from lowp.tensor.matmul import conv2d as conv2d
+    from lowp.tensor.matmul import linear as linear
+    from lowp.tensor.matmul import matmul as matmul
 
 _LATER = {
     "health": "lowp.health",
@@ -60,13 +74,29 @@ _LATER = {
     "audit": "lowp.health.audit",
     "LossScale": "lowp.optim.loss_scale",
     "LossScaleExhausted": "lowp.optim.loss_scale",
-    "GradientDiversity": "lowp.simulation",
-    "OnOverflow": "lowp.simulation",
-    "Schedule": "lowp.simulation",
-    "Simulation": "lowp.simulation",
-    "restore": "lowp.simulation",
-    "simulate": "lowp.simulation",
-    "simulation_of": "lowp.simulation",
+    **dict.fromkeys(
+        (
+            "GradientDiversity",
+            "MasterWeights",
+            "MemoryBudget",
+            "OnOverflow",
+            "PerLayer",
+            "Policy",
+            "Schedule",
+            "SearchResult",
+            "Simulation",
+            "Together",
+            "Uniform",
+            "calibrate",
+            "describe",
+            "restore",
+            "search",
+            "simulate",
+            "simulation_of",
+        ),
+        "lowp.simulation",
+    ),
+    **dict.fromkeys(("Arithmetic", "conv2d", "linear", "matmul"), "lowp.tensor.matmul"),
 }
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import lowp
-from lowp.simulation import restore, simulate, simulation_of
+from lowp.simulation import calibrate, restore, simulate, simulation_of
 
 # torch's compiler warns about itself while it is imported
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning")
@@ -195,12 +195,39 @@ def test_compiled_code_counts_overflow():
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor():
+@pytest.mark.parametrize("scale", ["none", "tensor", "channel", "aps", "block:3", "delayed:2", "calibrated"])
+def test_compiled_by_inductor(scale):
     torch._dynamo.reset()
     model = seeded(lambda: nn.Linear(5, 4, bias=False))
-    simulate(model, **FORMATS)
-    compiled = torch.compile(model, fullgraph=True)
-    same(run(model, lambda tokens: compiled(tokens / 7)), run(model, lambda tokens: model(tokens / 7)))
+    simulation = simulate(model, **FORMATS, scale=scale, count_overflow=True)
+    if scale == "calibrated":
+        with calibrate(model):
+            run(model, lambda tokens: model(tokens / 7))
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, fullgraph=True)
+    for step in range(3):
+        simulation.step = simulation_of(other).step = step
+        inputs = TOKENS * (1 + step) / 7
+        same(run(other, lambda _, x=inputs: compiled(x)), run(model, lambda _, x=inputs: model(x)))
+    assert torch.equal(simulation.overflow_counts(), simulation_of(other).overflow_counts())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_on_a_gpu():
+    """Recurrent weights that do not lie together, without a warning; what is remembered is where the numbers are."""
+    model = seeded(lambda: nn.LSTM(3, 4, num_layers=2)).cuda()
+    simulation = simulate(model, **FORMATS, scale="delayed", count_overflow=True)
+    other = copy.deepcopy(model).cpu()
+    x = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(3))
+    for step in range(2):
+        simulation.step = simulation_of(other).step = step
+        model(x.cuda())[0].sum().backward()
+        other(x)[0].sum().backward()
+    tensors = [*simulation.layers[0].seen.values(), *simulation.layers[0].bounds.values(), simulation.overflow_counts()]
+    assert {tensor.device.type for tensor in tensors} == {"cuda"}
+    ours, theirs = simulation.state_dict()["ranges"], simulation_of(other).state_dict()["ranges"]
+    torch.testing.assert_close(ours["seen"], theirs["seen"], rtol=0.05, atol=1e-6)  # cuDNN's sums are not the CPU's
 
 
 @pytest.mark.slow

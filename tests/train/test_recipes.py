@@ -14,7 +14,7 @@ from lowp.train.check import check, check_model
 from lowp.train.keys import all_keys, written
 from lowp.train.mistakes import RecipeError, explain
 from lowp.train.reading import read_recipe, with_changes
-from lowp.train.recipe import DataSettings, ModelSettings, Phase, Precision, Promote, Recipe, Roles, Switch, Wire
+from lowp.train.recipe import DataSettings, LayerRoles, ModelSettings, Phase, Precision, Promote, Recipe, Switch, Wire
 from lowp.train.recipes import RECIPES
 from lowp.train.toml import to_toml
 
@@ -45,7 +45,12 @@ recipes = st.builds(
         weights=words,
         state=words | st.dictionaries(words, words, max_size=2),
         loss_scale=words | finite,
-        layers=st.dictionaries(words, st.builds(Roles, **roles), max_size=2),
+        rounding=words | st.dictionaries(words, words, max_size=2),
+        scale=words | st.dictionaries(words, words, max_size=2),
+        arithmetic=st.builds(schema.ArithmeticSettings, multiply=words, chunk=st.integers(1), quire=st.booleans()),
+        layers=st.dictionaries(
+            words, st.builds(LayerRoles, scale=words, accumulate=st.none() | format_name, **roles), max_size=2
+        ),
         schedule=st.lists(st.builds(Phase, epoch=st.integers(0), wire=st.none() | format_name, **roles), max_size=2),
         promote=st.none() | st.builds(Promote, to=words, after=st.integers(1)),
         switch=st.none() | st.builds(Switch, ladder=st.lists(words, min_size=2, max_size=3), threshold=st.floats(1, 1e9)),
@@ -241,9 +246,13 @@ def test_mistakes_in_files(tmp_path, content, said):
         ("precision.state.exp_avg=fp16", "precision.state", {"exp_avg": "fp16"}),
         ("precision.promote.to=fp16", "precision.promote", Promote(to="fp16")),
         ("precision.promote=none", "precision.promote", None),
-        ("precision.layers.last.weights=fp16", "precision.layers", {"last": Roles(weights="fp16")}),
-        ("precision.layers.stem.conv.weights=", "precision.layers", {"stem.conv": Roles()}),
-        ("precision.layers.last={ errors = 'fp16' }", "precision.layers", {"last": Roles(errors="fp16")}),
+        ("precision.scale=delayed:4", "precision.scale", "delayed:4"),
+        ("precision.scale.weights=channel", "precision.scale", {"weights": "channel"}),
+        ("precision.arithmetic.quire=true", "precision.arithmetic", schema.ArithmeticSettings(quire=True)),
+        ("precision.layers.last.accumulate=fp32", "precision.layers", {"last": LayerRoles(accumulate="fp32")}),
+        ("precision.layers.last.weights=fp16", "precision.layers", {"last": LayerRoles(weights="fp16")}),
+        ("precision.layers.stem.conv.weights=", "precision.layers", {"stem.conv": LayerRoles()}),
+        ("precision.layers.last={ errors = 'fp16' }", "precision.layers", {"last": LayerRoles(errors="fp16")}),
     ],
 )
 def test_overrides(change, path, value):
@@ -441,6 +450,46 @@ def test_several_mistakes_are_counted():
             ["precision.weights=e4m3fn", "precision.update=stochastic"],
             "precision.update: 'stochastic' is for weights that are stored in 16 bits (fp16, bf16), and 'e4m3fn' is kept",
         ),
+        (["precision.scale=tensr"], "precision.scale: unknown scale 'tensr'; did you mean 'tensor'?"),
+        (["precision.scale.weight=tensor"], "precision.scale: unknown role 'weight'; did you mean 'weights'?"),
+        (["precision.scale.weights=tensr"], "precision.scale.weights: unknown scale 'tensr'"),
+        (["precision.rounding.weights=neerest"], "precision.rounding.weights: unknown rounding 'neerest'; did you mean"),
+        (["precision.rounding.foo=nearest"], "precision.rounding: unknown role 'foo'; there are weights, activations"),
+        (["precision.scale=block:0"], "precision.scale: scale 'block:0': block:<n> takes n from 1"),
+        (["precision.scale=calibrated"], "precision.scale: 'calibrated' wants a pass over data before the run"),
+        (["precision.layers.last.scale=clibrated"], "precision.layers.last.scale: unknown scale 'clibrated'"),
+        (
+            ["precision.promote={}", "precision.weights=e4m3fn", "precision.scale=aps"],
+            "precision.promote: nothing overflows with precision.scale = 'aps'",
+        ),
+        (["precision.accumulate=e5m3x"], "precision.accumulate: unknown format 'e5m3x'"),
+        (["precision.accumulate=mxfp4"], "precision.accumulate: accumulate=mxfp4 is a block format"),
+        (["precision.arithmetic.multiply=foo"], "precision.arithmetic.multiply: unknown format 'foo'"),
+        (["precision.arithmetic.rounding=neerest"], "precision.arithmetic: unknown rounding 'neerest'"),
+        (
+            ["precision.arithmetic={quire=true, kahan=true}"],
+            "precision.arithmetic: a quire holds exact sums: there is nothing for kahan to compensate",
+        ),
+        (["precision.layers.last.accumulate=foo"], "precision.layers.last.accumulate: unknown format 'foo'"),
+        (
+            ["precision.activations=fp16", "precision.accumulate=fp16"],
+            "precision.accumulate: under autocast torch computes in fp16",
+        ),
+        (["parallel.kind=split", "ranks=2", "precision.accumulate=fp16"], "precision.accumulate: sums cannot be simulated in"),
+        (
+            ["parallel.kind=split", "ranks=2", "precision.arithmetic.approximate=integer_add"],
+            "precision.arithmetic: sums cannot be simulated in split",
+        ),
+        (["precision.master=fixed1.41"], "precision.master: impossible fixed1.41"),
+        (["precision.master=mxfp8_e4m3"], "precision.master: mxfp8_e4m3 has no room for master weights: a block's scale"),
+        (["precision.master=e8m0fnu"], "precision.master: e8m0fnu has no room for master weights"),
+        (
+            ["precision.weights=fp16", "precision.master=bf16"],
+            "precision.master: fp16 weights are what the optimizer keeps; master weights are for a float32 model",
+        ),
+        (["precision.master=fp16", "precision.update=kahan"], "precision.update: 'kahan' is for weights that are stored"),
+        (["precision.master=fp32", "precision.update=stochastic"], "precision.update: 'stochastic' is for weights that are"),
+        (["parallel.kind=split", "ranks=2", "precision.master=fp16"], "precision.master: formats cannot be simulated in split"),
         (["precision.state=e2m1fn"], "precision.state: state format e2m1fn is too narrow"),
         (
             ["optimizer.name=adamw", "precision.state.momentum=fp16"],
@@ -491,6 +540,13 @@ def test_impossible_combinations(changes, said):
         ["precision.weights=fp16", "precision.activations=e4m3fn", "precision.errors=e5m2"],  # simulated over 16 bits
         ["precision.weights=bf16", "precision.schedule=[{ epoch = 1, wire = 'e5m2' }]"],
         ["precision.weights=bf16", "precision.update=kahan", "precision.state=e4m3fn", "precision.audit=true"],
+        ["precision.weights=e5m2", "precision.master=fp16", "precision.state=fp16"],
+        ["precision.weights=e5m2", "precision.scale.weights=channel", "precision.promote={}"],
+        ["precision.weights=e5m2", "precision.rounding.gradients=stochastic"],
+        ["precision.weights=e5m2", "precision.scale=delayed:4", "precision.layers.last.scale=none"],
+        ["precision.accumulate=posit16", "precision.arithmetic.quire=true", "precision.layers.last.accumulate=fp32"],
+        ["precision.weights=bf16", "precision.accumulate=fp16", "precision.arithmetic.chunk=64"],
+        ["optimizer.name=torch:RMSprop", "precision.master=posit16", "precision.update=stochastic"],
         ["precision.promote={}", "precision.switch={}"],
         ["precision.weights=e5m2", "precision.promote.to=fp16"],
         ["optimizer.name=torch:RMSprop", "precision.loss_scale=65536", "optimizer.options.alpha=0.9"],

@@ -38,13 +38,21 @@ CASES = {
     "simulate": ("simulate", {}),
     "simulate-stochastic": ("simulate", {"precision__rounding": "stochastic"}),
     "fp8": ("fp8", {}),
+    "delayed": ("simulate", {"precision__scale": "delayed:3", "precision__rounding": "stochastic", "accumulate": 2}),
+    "scales-by-role": ("fp8", {"precision__scale": "{ weights = 'channel', activations = 'aps', errors = 'block:4' }"}),
+    "narrow-sums": ("fp32", {"precision__accumulate": "e5m2", "precision__arithmetic": "{ rounding = 'stochastic' }"}),
+    "fp8-all": ("fp8-all", {}),
+    "fixed16": ("fixed16", {}),
+    "master-of-torch": ("fp32", {"precision__master": "posit8", "optimizer__name": "torch:AdamW", "optimizer__lr": 0.01}),
     "posit-warmup": ("posit-warmup", {}),
     "muppet": ("muppet", {"epochs": 3, "precision__switch__patience": 1, "precision__switch__window": 2}),
     "promote": ("promote", {"optimizer__lr": 0.5}),
     "augment": ("aps8", {"data__augment": ["crop", "flip"]}),
 }
-NO_STATE = {"fp32", "aps", "ring", "hybrid", "many-buckets", "lars", "mixed", "simulate", "fp8"}  # beyond weights and momentum
-REAL = ("aps", "batch-norm-accumulate")  # of these, with real ranks, in every run of the tests
+# Those without a state beyond weights and momentum:
+NO_STATE = {"fp32", "aps", "ring", "hybrid", "many-buckets", "lars", "mixed", "simulate", "fp8", "scales-by-role"}
+SLOW = NO_STATE | {"narrow-sums", "fp8-all", "master-of-torch"}
+REAL = ("aps", "batch-norm-accumulate", "delayed")  # of these, with real ranks, in every run of the tests
 
 
 def of_case(name: str, *more: str, out: Path | str, **changes) -> list[str]:
@@ -80,7 +88,7 @@ def stopped_at(run: Path, step: int, copy: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in NO_STATE else n for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
 def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path, capsys):
     """From a checkpoint in the middle of an epoch."""
     setting = {"virtual_ranks": 2, "checkpoints__every": 1, "checkpoints__keep": 100, "log__every": 1}
@@ -131,7 +139,7 @@ def real_and_virtual(server, name: str, ranks: int, folder: Path, **changes) -> 
     assert_same(folder / "real", folder / "virtual", but=OF_THE_RANKS)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [(REAL[0], 3), (REAL[1], 2)])
+@pytest.mark.parametrize(("name", "ranks"), [(REAL[0], 3), (REAL[1], 2), (REAL[2], 2)])
 def test_real_ranks_are_virtual_ranks(name, ranks, lowp_server, tmp_path):
     real_and_virtual(lowp_server, name, ranks, tmp_path)
 

@@ -16,8 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+# What a rank would otherwise import by itself, each time: test modules need pytest, and the first DDP model or optimizer of a
+# process loads torch._dynamo, which takes longer than most tests.
+_IMPORTED_ONCE = ["pytest", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "torch._dynamo", "lowp"]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "lowp"])
+_context.set_forkserver_preload(_IMPORTED_ONCE)
 
 
 def free_port() -> int:

@@ -78,7 +78,7 @@ def test_one_rounding(world, format):
 GROUPS = {256: 0.290, 64: 0.164, 32: 0.130, 16: 0.116, 8: 0.132, 4: 0.162}
 
 
-@pytest.mark.parametrize("group", [256, 64, 32, 16, pytest.param(8, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("group", [256, 64, 16, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (32, 8))])
 def test_groups(group):
     size = 1024 if group > 8 else 256 if group == 8 else 128  # many nodes take long
     found = error(256, "e4m3", size, reduction=f"hierarchical({group}, leaders)", accumulate="e4m3", scale="aps")

@@ -1,5 +1,7 @@
 """The virtual world against a reference that was written without seeing it: equal in every bit."""
 
+import itertools
+
 import numpy as np
 import pytest
 import reference_sums
@@ -9,6 +11,7 @@ import lowp
 
 WORLDS = (1, 2, 3, 5, 8)
 CUTS = (([1], 48), ([7], 4), ([65], 48), ([40, 3, 156, 1], 96))  # layers' sizes, chunk
+SCALES = ("none", "aps", "local")
 REDUCTIONS = {
     "two_shot": {},
     "sequential": {},
@@ -50,17 +53,29 @@ def check(ranks, format, lowest_bound=-115, **settings):
     return found
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.parametrize("scale", ["none", "aps", "local"])
-def test_sums(name, scale):
+def check_sums(name, scale, worlds_and_cuts):
     settings = {"reduction": name, "scale": scale, **REDUCTIONS[name]}
-    for world in WORLDS:
-        for sizes, chunk in CUTS if world in (1, 3, 8) else CUTS[2:3]:
-            check(gradients(world, sizes), "e5m2" if len(sizes) == 1 else "e4m3fn", chunk=chunk, **settings)
+    for world, (sizes, chunk) in worlds_and_cuts:
+        check(gradients(world, sizes), "e5m2" if len(sizes) == 1 else "e4m3fn", chunk=chunk, **settings)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_sums(name, scale):
+    """Every world; cuts take turns, so that each meets every reduction, every scale and every world."""
+    first = list(REDUCTIONS).index(name) + SCALES.index(scale)
+    check_sums(name, scale, [(world, CUTS[(first + i) % len(CUTS)]) for i, world in enumerate(WORLDS)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_sums_with_every_cut(name, scale):
+    check_sums(name, scale, itertools.product(WORLDS, CUTS))
 
 
 @pytest.mark.parametrize("format", ["e3m0", "e2m1fn", "int8", "fp16", "bf16", "posit8"])
-@pytest.mark.parametrize("scale", ["none", "aps", "local"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_other_formats(format, scale):
     for reduction in ("two_shot", "ring", "tree"):
         check(gradients(5, [40, 9]), format, scale=scale, reduction=reduction, chunk=32)
@@ -69,7 +84,7 @@ def test_other_formats(format, scale):
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_means(op):
     for reduction in ("two_shot", "sequential", "hierarchical(2)"):
-        for scale in ("none", "aps", "local"):
+        for scale in SCALES:
             for world in (3, 5):
                 check(gradients(world, [30, 20]), "e5m2", op=op, scale=scale, reduction=reduction)
 

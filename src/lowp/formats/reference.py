@@ -88,12 +88,18 @@ def neighbours(magnitude: Fraction, fmt: Format, negative: bool = False) -> Neig
         low = magnitude // step * step
         return Neighbours(encode_magnitude(low, fmt, negative), low, low + step, low + step / 2)
     magnitudes, _ = _ladder(fmt, negative)
-    rank = bisect_right(magnitudes, magnitude) - 1
+    rank = _rank_of(magnitude, magnitudes)
     if rank < 0:  # below the smallest value of a format without zero: it is the only neighbour
         only = Fraction(magnitudes[0])
         return Neighbours(0, only, only, only)
     low, high = Fraction(magnitudes[rank]), Fraction(magnitudes[rank + 1])
     return Neighbours(rank, low, high, _tie(low, high, rank, fmt))
+
+
+def _rank_of(magnitude: Fraction, magnitudes: tuple[float, ...]) -> int:
+    """How many magnitudes are no larger, less one. Floats are compared far sooner than fractions, where nothing is lost."""
+    number = float(magnitude) if magnitude <= magnitudes[-1] else math.inf
+    return bisect_right(magnitudes, number if number == magnitude else magnitude) - 1
 
 
 def _tie(low: Fraction, high: Fraction, rank: int, fmt: Format) -> Fraction:
@@ -107,7 +113,7 @@ def encode_magnitude(magnitude: Fraction, fmt: Format, negative: bool) -> int:
     """The rank of a magnitude that the format has."""
     if fmt.bits <= 16:
         magnitudes, _ = _ladder(fmt, negative)
-        rank = bisect_right(magnitudes, magnitude) - 1
+        rank = _rank_of(magnitude, magnitudes)
         assert magnitudes[rank] == magnitude
         return rank
     assert isinstance(fmt, (FloatFormat, FixedFormat))

@@ -1,71 +1,149 @@
-"""Layers and their formats: which tensors of a model are rounded, and to what. Data about modules, not the modules themselves.
+"""Layers and their formats: which tensors of a model are rounded, and how. Data about modules, not the modules themselves.
 
-Every role of a layer has a format or none. It is found in this order:
+Every role of a layer has a format or none, and a scale. The format is found in this order:
 
 1. the format that the layer was promoted to, if it was;
-2. the first entry of `layers` that matches the layer and names the role;
-3. the format given for the role.
+2. the first entry of `layers` that matches the layer and names the role (selection.py);
+3. none, if the first and the last layer are exempt and it is one of them;
+4. the format given for the role.
 
-An entry matches a layer by its name or that of a module around it, as a shell pattern ("layer1.*", "blocks.0"); by the class of
-either ("BatchNorm2d"); or it is "first" or "last", of the layers that have a matrix of weights, in order of registration.
+The scale is that of the first matching entry that gives the role one, else the one given for the role.
+
+"accumulate" is a role of another kind: not of tensors but of the sums inside a layer (accumulate.py). Its format is an
+`Arithmetic`, by its name; it has no scale and is not promoted.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lowp.formats import AnyFormat, BlockFormat
+from lowp.formats import AnyFormat, BlockFormat, Format
 from lowp.formats import format as parse_format
-from lowp.simulation.rounding import Target, passed
+from lowp.formats.floats import E8M0FNU
+from lowp.simulation.accumulate import NarrowSums
+from lowp.simulation.rounding import UNKNOWN, Target, passed
+from lowp.simulation.scales import NONE, Scale, known_shift
+from lowp.tensor.matmul import Arithmetic
 from lowp.tensor.noise import Noise
 
 if TYPE_CHECKING:
-    from lowp.simulation.simulate import Simulation
+    from lowp.simulation.simulation import Simulation
 
 ROLES = ("weights", "activations", "errors", "gradients")
+SUMS = "accumulate"
 OFF = "fp32"  # how a role that is left alone is written
 _STREAMS = 256  # tensors of one role in one layer that have noise of their own
+_STREAMS_OF_SUMS = 1 << 48  # where their noise begins, far from that of tensors
+_OUTPUTS = 8  # tensors of one output whose ranges are remembered one by one; those behind them share the last one's
 
 FormatName = str | AnyFormat | None
-Rules = Mapping[str, Mapping[str, FormatName]]
+ArithmeticName = str | Format | Arithmetic | None
+Selector = str | type | Callable[[str, nn.Module], bool]
+Rules = Mapping[Any, Mapping[str, Any]]  # selectors; formats by role, and "scale"
+
+
+class Plan(NamedTuple):
+    """A role's format and scale, worked out: what its tensors become."""
+
+    format: str  # with `block:<n>`, the block format
+    scale: str  # "none", "fitting", "aps", "delayed" or "calibrated"
+    by_channel: bool
+    can_overflow: bool
+    saturates: bool = False
 
 
 @dataclass(eq=False)
 class Layer:
-    """One module that is simulated: the format of each of its roles, and the rounding of its tensors."""
+    """One module that is simulated: format and scale of each of its roles, and the rounding of its tensors."""
 
     name: str
     number: int
-    lineage: tuple[tuple[str, str], ...]  # names and classes: its own, and those of the modules around it
+    lineage: tuple[tuple[str, type], ...]  # names and classes: its own, and those of the modules around it
     roles: frozenset[str]  # those that it has
     owned: frozenset[str]  # the parameters whose gradients it rounds: of a tied one, the first layer is the owner
     has_matrix: bool
+    channel_axis: int | None  # of its outputs, where its class says which
+    parameters: int
+    elements: dict[str, int]  # of each role, as far as they are known: of outputs, since the last pass that was not compiled
     simulation: "Simulation"
     formats: dict[str, str | None] = field(default_factory=lambda: dict.fromkeys(ROLES))
+    scales: dict[str, Scale] = field(default_factory=lambda: dict.fromkeys(ROLES, NONE))
+    arithmetic: Arithmetic | None = None  # of the sums inside it, where they are narrow
+    plans: dict[str, Plan | None] = field(default_factory=lambda: dict.fromkeys(ROLES))
     overflows: dict[str, Tensor] = field(default_factory=lambda: {role: torch.zeros((), dtype=torch.int64) for role in ROLES})
+    # For scales that remember (ranges.py): the largest magnitudes seen lately, and those to scale by
+    seen: dict[str, Tensor] = field(default_factory=dict)
+    bounds: dict[str, Tensor] = field(default_factory=dict)
+    calibrated: dict[str, dict[int, float]] = field(default_factory=dict)  # role, place, largest magnitude
+    fixed: dict[str, dict[int, str]] = field(default_factory=dict)  # the same as exponents: see `Target.scale`
 
-    def matches(self, pattern: str) -> bool:
-        return any(fnmatchcase(name, pattern) or kind == pattern for name, kind in self.lineage)
+    @property
+    def kind(self) -> type:
+        return self.lineage[0][1]
 
-    def weight(self, parameter: Tensor, place: int) -> Tensor:
-        """A parameter as the forward pass sees it."""
-        return passed(parameter, self._target("weights", parameter, place), None)
+    @property
+    def tensor_roles(self) -> list[str]:
+        return [role for role in ROLES if role in self.roles]
+
+    def places(self, role: str) -> int:
+        """How many tensors of a role have ranges of their own."""
+        return self.parameters if role in ("weights", "gradients") else _OUTPUTS
+
+    def assign(self, formats: Mapping[str, str | None], scales: Mapping[str, Scale]) -> None:
+        """Take on new formats and scales, made by `plan_of`, which has checked them."""
+        sums = formats[SUMS] if SUMS in self.roles else None
+        self.arithmetic = None if sums is None else Arithmetic.parse(sums)
+        for role in self.tensor_roles:
+            self.formats[role], self.scales[role] = formats[role], scales[role]
+            self.plans[role] = plan_of(formats[role], scales[role], f"the {role} of {self.name!r}")
+        self.fix()
+
+    def fix(self) -> None:
+        """Turn what was calibrated into exponents for the formats of now."""
+        self.fixed = {}
+        for role, maxima in self.calibrated.items():
+            if (plan := self.plans[role]) is not None:
+                fmt = parse_format(plan.format)
+                self.fixed[role] = {
+                    place: str(known_shift(maximum, fmt)) if maximum else "fitting" for place, maximum in maxima.items()
+                }
+
+    def move_to(self, device: torch.device) -> None:
+        for tensors in (self.overflows, self.seen, self.bounds):
+            for role, tensor in tensors.items():
+                if tensor.device != device:
+                    tensors[role] = tensor.to(device)
+
+    def weight(self, parameter: Tensor, place: int, rounds_gradient: bool = False) -> Tensor:
+        """A parameter as the forward pass sees it. Where no hook can round its gradient, that of this use is."""
+        behind = self._target("gradients", parameter, place) if rounds_gradient else None
+        return passed(parameter, self._target("weights", parameter, place), behind)
 
     def gradient(self, gradient: Tensor, place: int) -> Tensor | None:
         """A parameter's gradient as it is accumulated; None (for autograd: as it is) if that is not rounded."""
         target = self._target("gradients", gradient, place)
         return None if target is None else target(gradient)
 
+    def compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward pass, in the arithmetic of this layer."""
+        if self.arithmetic is None:
+            return forward(*args, **kwargs)
+        simulation = self.simulation
+        stream = _STREAMS_OF_SUMS + (self.number << 24)
+        with NarrowSums(self.arithmetic, self.name, simulation.seed, simulation.moment, stream):
+            return forward(*args, **kwargs)
+
     def output(self, value: Any) -> Any:
         """What the module returns: every floating-point tensor in it."""
-        if self.formats["activations"] is None and self.formats["errors"] is None:
+        if not torch.compiler.is_compiling():
+            self.elements["activations"] = self.elements["errors"] = _count(value)
+        if self.plans["activations"] is None and self.plans["errors"] is None:
             return value
         if isinstance(value, Tensor):
             return self._activation(value, 0)
@@ -81,28 +159,66 @@ class Layer:
 
     def _target(self, role: str, tensor: Tensor, place: int) -> Target | None:
         """How a role's tensor, the `place`-th of its kind in this layer, is rounded now."""
-        name = self.formats[role]
-        if name is None:
+        plan = self.plans[role]
+        if plan is None:
             return None
         simulation = self.simulation
-        noise = overflows = None
-        if simulation.rounding == "stochastic":
+        noise = overflows = seen = bounds = None
+        if simulation.roundings[role] == "stochastic":
             stream = (self.number * len(ROLES) + ROLES.index(role)) * _STREAMS + place
             noise = Noise(simulation.seed, simulation.moment, stream)
-        scaled = simulation.scale == "tensor" and not _is_block(name)
-        if simulation.count_overflow and not scaled:
-            if self.overflows[role].device != tensor.device:
-                self.overflows[role] = self.overflows[role].to(tensor.device)
+        if self.overflows[role].device != tensor.device:
+            self.move_to(tensor.device)
+        if simulation.count_overflow and plan.can_overflow:
             overflows = self.overflows[role]
-        return Target(name, simulation.rounding, scaled, noise, overflows)
+        scale, place = plan.scale, min(place, self.places(role) - 1)
+        if scale == "delayed":
+            # What is run without gradients is not part of training, and leaves no trace. (Hooks of gradients are, and run so.)
+            seen = self.seen[role] if torch.is_grad_enabled() or role == "gradients" else None
+            scale, bounds = "fitting", self.bounds[role]
+        elif scale == "calibrated":
+            seen = self.seen[role] if simulation.calibrating else None
+            scale = "fitting" if simulation.calibrating else self._fixed_exponent(role, place)
+        axis = self._axis(role, tensor) if plan.by_channel else None
+        rounding = simulation.roundings[role]
+        return Target(plan.format, rounding, scale, axis, plan.saturates, noise, overflows, seen, bounds, place)
+
+    def _fixed_exponent(self, role: str, place: int) -> str:
+        """As text; what was not calibrated is found out when it is used: no error is rounded without a backward pass."""
+        if role in self.fixed and place in self.fixed[role]:
+            return self.fixed[role][place]
+        return f"{UNKNOWN} of the {role} of layer {self.name!r}"
+
+    def _axis(self, role: str, tensor: Tensor) -> int:
+        """The dimension of channels: of parameters the first; of outputs what the class says, else the last one, or the second
+        of what looks like images or volumes and was made without parameters."""
+        if role in ("weights", "gradients"):
+            return 0
+        if self.channel_axis is not None:
+            return self.channel_axis
+        return 1 if tensor.dim() in (4, 5) and not self.parameters else -1
 
 
-def _is_block(name: str) -> bool:
-    """Block formats bring scales of their own."""
-    return isinstance(parse_format(name), BlockFormat)
+def _count(output: Any) -> int:
+    """Floating-point numbers in an output."""
+    leaves = [output.data] if isinstance(output, PackedSequence) else tree_leaves(output)
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
-_is_block._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see tensor/dynamo.py
+def plan_of(format: str | None, scale: Scale, what: str) -> Plan | None:
+    """How tensors get into a format by way of a scale; None if they are left alone."""
+    if format is None:
+        return None
+    fmt = parse_format(format)
+    if isinstance(fmt, BlockFormat):  # which has scales of its own
+        return Plan(format, "none", by_channel=False, can_overflow=False)
+    if scale.kind == "block":
+        if fmt.bits > 16:
+            raise ValueError(f"{fmt} has no room for {what}: numbers that share a block's scale have at most 16 bits")
+        return Plan(str(BlockFormat(fmt, scale.size, E8M0FNU)), "none", by_channel=False, can_overflow=False)
+    if scale.kind in ("tensor", "channel"):
+        return Plan(format, "fitting", scale.kind == "channel", can_overflow=False)
+    return Plan(format, scale.kind, by_channel=False, can_overflow=True, saturates=scale.kind in ("delayed", "calibrated"))
 
 
 def checked_format(name: FormatName, role: str) -> str | None:
@@ -116,32 +232,22 @@ def checked_format(name: FormatName, role: str) -> str | None:
     return str(fmt)
 
 
-def checked_roles(formats: Mapping[str, FormatName], where: str) -> dict[str, str | None]:
+def checked_arithmetic(given: ArithmeticName) -> str | None:
+    """The name of an arithmetic for the sums of a layer; None if they are left alone."""
+    if given is None or given == OFF:
+        return None
+    if isinstance(given, str):
+        given = Arithmetic.parse(given)
+    name = str(given if isinstance(given, Arithmetic) else Arithmetic(accumulate=given))
+    return None if name == OFF else name
+
+
+def checked_roles(formats: Mapping[str, Any], where: str) -> dict[str, str | None]:
     """Formats by role, after a look at the roles' names."""
+    known = (*ROLES, SUMS)
     for role in formats:
-        if role not in ROLES:
-            near = difflib.get_close_matches(str(role), ROLES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"roles are {', '.join(ROLES)}"
+        if role not in known:
+            near = difflib.get_close_matches(str(role), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"roles are {', '.join(known)}"
             raise ValueError(f"unknown role {role!r} in {where}; {hint}")
-    return {role: checked_format(name, role) for role, name in formats.items()}
-
-
-def checked_rules(rules: Rules | None, layers: Sequence[Layer]) -> list[tuple[frozenset[int], dict[str, str | None]]]:
-    """Each entry of `layers=`: the numbers of the layers that it is for, and their formats."""
-    found = []
-    for pattern, formats in (rules or {}).items():
-        numbers = frozenset(layer.number for layer in _matching(pattern, layers))
-        if not numbers:
-            names = [layer.name for layer in layers]
-            near = difflib.get_close_matches(str(pattern), names, n=3, cutoff=0.5) or [*names[:3], "..."][: len(names)]
-            raise ValueError(f"layers: {pattern!r} matches nothing; there are {', '.join(near)}")
-        found.append((numbers, checked_roles(formats, f"layers[{pattern!r}]")))
-    return found
-
-
-def _matching(pattern: str, layers: Sequence[Layer]) -> list[Layer]:
-    named = [layer for layer in layers if layer.matches(pattern)]
-    if named or pattern not in ("first", "last"):
-        return named
-    with_matrix = [layer for layer in layers if layer.has_matrix]
-    return with_matrix[:1] if pattern == "first" else with_matrix[-1:]
+    return {role: checked_arithmetic(name) if role == SUMS else checked_format(name, role) for role, name in formats.items()}

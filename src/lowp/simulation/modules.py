@@ -5,25 +5,28 @@
   The parameter stays where it was, so `named_parameters`, `state_dict`, optimizers and DDP see it, in full precision and
   under its own name: that is what `torch.nn.utils.parametrize`, which does the same otherwise, would change.
 - `forward` rounds what it returns.
-- Gradients are rounded by a hook on the parameter, which autograd calls once with the sum over all uses.
+- Gradients are rounded by a hook on the parameter, which autograd calls once with the sum over all uses. A parameter that is
+  replaced hands its hook on to the one that takes its place.
+- What would go around all this (a new `forward`, a parametrization, a parameter of a new name) is refused.
 
 Swapping parameters for the time of `forward` was the other way. It loses uses from outside, and leaves a half-swapped module
 behind when something raises.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.nn.modules.padding import _ConstantPadNd, _ReflectionPadNd, _ReplicationPadNd
 from torch.nn.modules.pooling import _MaxPoolNd
-from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils import parametrize
 
 from lowp.simulation.layers import Layer
+from lowp.simulation.refusals import check_module, check_parameter
+from lowp.simulation.special import forward_of, overrides
+from lowp.simulation.weights import guarded
 
 # Leaves that give numbers on as they are, and those whose result is no activation.
 _MOVE = (nn.Identity, nn.Sequential, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Unfold)
@@ -32,7 +35,7 @@ _PAD = (_ConstantPadNd, _ReflectionPadNd, _ReplicationPadNd, nn.CircularPad1d, n
 _SILENT = (*_MOVE, *_PICK, *_PAD, _Loss)
 _WHOLE = (nn.MultiheadAttention,)  # computes as one: its children only hold weights
 
-LAYER, HOOKS = "_lowp_layer", "_lowp_hooks"  # in a simulated module's __dict__
+LAYER = "_lowp_layer"  # in a simulated module's __dict__
 
 
 def computes(module: nn.Module) -> bool:
@@ -43,28 +46,22 @@ def computes(module: nn.Module) -> bool:
     return has_forward and not any(True for _ in module.children()) and not isinstance(module, _SILENT)
 
 
+def sums_products(module: nn.Module) -> bool:
+    """May the module multiply matrices? Torch's own do if they have one (and do not look things up in it); others may."""
+    if not type(module).__module__.startswith("torch.nn."):
+        return True
+    is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return not is_table and any(p is not None and p.dim() > 1 for p in module._parameters.values())
+
+
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """Every module once: name, module, and whether its output is an activation. One that cannot be simulated raises."""
     inside: set[int] = set()
     for name, module in model.named_modules():
-        _check_can_be_simulated(name, module)
+        check_module(name, module)
         yield name, module, computes(module) and id(module) not in inside
         if isinstance(module, _WHOLE):
             inside.update(id(child) for child in module.modules())
-
-
-def _check_can_be_simulated(name: str, module: nn.Module) -> None:
-    """A clear error for modules whose numbers would escape."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"{name!r} cannot be simulated: TorchScript has fixed what it computes")
-    if "forward" in vars(module):
-        raise ValueError(f"{name!r} has a forward of its own, not its class's: it would hide the simulated one")
-    if parametrize.is_parametrized(module):
-        raise ValueError(f"{name!r} is parametrized; torch.nn.utils.parametrize.remove_parametrizations makes it plain")
-    if any(isinstance(parameter, UninitializedParameter) for parameter in module._parameters.values()):
-        raise ValueError(f"{name!r} has no weights yet ({type(module).__name__}): run the model once before it is simulated")
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-        raise ValueError(f"{name!r} has max_norm: its forward pass rewrites its weights, which a simulated one cannot")
 
 
 def is_simulated(module: nn.Module) -> bool:
@@ -75,7 +72,7 @@ def convert(module: nn.Module, layer: Layer | None, rounds_output: bool) -> None
     """Exchange the module's class; `layer` has the formats (None: a container whose short cuts are all that changes)."""
     original = type(module)
     names = tuple(module._parameters) if layer is not None else ()
-    if layer is None and not _overrides(original):
+    if layer is None and not overrides(original):
         return
     module.__class__ = _simulated(original, names, rounds_output)
     if layer is not None:
@@ -83,10 +80,16 @@ def convert(module: nn.Module, layer: Layer | None, rounds_output: bool) -> None
         _hook_gradients(module)
 
 
+def check_can_revert(module: nn.Module) -> None:
+    if "_lowp_original" not in vars(type(module)):
+        raise ValueError(
+            f"{vars(module)[LAYER].name if LAYER in vars(module) else type(module).__name__!r} has become a "
+            f"{type(module).__name__} since it was simulated (sharded or parametrized?); that must be undone first"
+        )
+
+
 def revert(module: nn.Module) -> None:
-    """The inverse of `convert`."""
-    for hook in vars(module).pop(HOOKS, ()):
-        hook.remove()
+    """The inverse of `convert`, but for the hooks, which the simulation has."""
     vars(module).pop(LAYER, None)
     module.__class__ = type(module)._lowp_original  # type: ignore[missing-attribute]
     if isinstance(module, nn.RNNBase):
@@ -94,14 +97,20 @@ def revert(module: nn.Module) -> None:
 
 
 def _hook_gradients(module: nn.Module) -> None:
-    layer: Layer = vars(module)[LAYER]
-    hooks = vars(module)[HOOKS] = []
     for place, (name, parameter) in enumerate(module._parameters.items()):
-        if parameter is not None and name in layer.owned:
-            needed = parameter.requires_grad
-            # A hook stays on a tensor that is frozen; it can only not be put there.
-            hooks.append(parameter.requires_grad_(True).register_hook(partial(layer.gradient, place=place)))
-            parameter.requires_grad_(needed)
+        if parameter is not None:
+            _hook_gradient(vars(module)[LAYER], name, place, parameter)
+
+
+def _hook_gradient(layer: Layer, name: str, place: int, parameter: Tensor) -> None:
+    """Round the gradient of a parameter, or of what stands in its place, unless some layer does already."""
+    if name not in layer.owned or parameter in layer.simulation.hooks:
+        return
+    needed = parameter.requires_grad
+    # A hook stays on a tensor that is frozen; it can only not be put there.
+    handle = parameter.requires_grad_(True).register_hook(partial(layer.gradient, place=place))
+    parameter.requires_grad_(needed)
+    layer.simulation.hooks[parameter] = layer, handle
 
 
 @cache
@@ -112,23 +121,54 @@ def _simulated(original: type[nn.Module], names: tuple[str, ...], rounds_output:
         _lowp_original = original
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            """For pickle and copy: the subclass has no name to be found by, and hooks belong to this very parameter."""
+            """For pickle and copy: the subclass has no name to be found by."""
             _, _, *parts = super().__reduce_ex__(protocol)
-            state: Any = parts[0]
-            return _rebuild, (original, names, rounds_output), {k: v for k, v in state.items() if k != HOOKS}, *parts[1:]
+            return _rebuild, (original, names, rounds_output), *parts
 
         def __setstate__(self, state: dict[str, Any]) -> None:
             super().__setstate__(state)
             if LAYER in vars(self):
                 _hook_gradients(self)
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "forward":
+                raise AttributeError(f"{_name(self)} is simulated: a forward of its own would hide the one that rounds")
+            if name in names and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                raise TypeError(
+                    f"{_name(self)} is simulated: {name} must be an nn.Parameter, not a tensor. (What `module.{name}` gives is "
+                    "a rounded copy: to tie weights, take the parameter from named_parameters())"
+                )
+            super().__setattr__(name, value)
+
+        def __delattr__(self, name: str) -> None:
+            if name in names:
+                raise AttributeError(
+                    f"{_name(self)} is simulated: {name} can be neither removed nor parametrized; lowp.restore(model) first"
+                )
+            super().__delattr__(name)
+
+        def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+            if LAYER in vars(self):
+                _check_new_parameter(self, name, param, names)
+            super().register_parameter(name, param)
+            if LAYER in vars(self) and param is not None:
+                _hook_gradient(vars(self)[LAYER], name, names.index(name), param)
+
+        def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+            super()._apply(fn, recurse)
+            if (layer := vars(self).get(LAYER)) is not None:  # to another device, perhaps, and with other parameters
+                layer.move_to(fn(torch.empty(0, device=layer.overflows["weights"].device)).device)
+                _hook_gradients(self)
+            return self
+
     if rounds_output:
         Simulated.forward = _rounded_forward(original)  # type: ignore[method-assign]
     for place, name in enumerate(names):
         setattr(Simulated, name, _rounded_parameter(name, place))
-    for name, value in _overrides(original).items():
+    for name, value in overrides(original).items():
         setattr(Simulated, name, value)
     Simulated.__name__ = Simulated.__qualname__ = f"Simulated{original.__name__}"
+    Simulated.__module__ = original.__module__  # torch.fx asks whether it is torch's
     return Simulated
 
 
@@ -137,9 +177,37 @@ def _rebuild(original: type[nn.Module], names: tuple[str, ...], rounds_output: b
     return kind.__new__(kind)
 
 
+def _name(module: nn.Module) -> str:
+    layer = vars(module).get(LAYER)
+    return type(module).__name__ if layer is None else f"layer {layer.name!r}"
+
+
+def _check_new_parameter(module: nn.Module, name: str, parameter: Tensor | None, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise ValueError(f"{_name(module)} is simulated and takes no further parameters ({name!r}); lowp.restore(model) first")
+    if parameter is not None:
+        layer: Layer = vars(module)[LAYER]
+        check_parameter(f"{layer.name}.{name}", parameter)
+        if name not in layer.owned and parameter not in layer.simulation.hooks:
+            raise ValueError(
+                f"{_name(module)} shared {name!r} with another layer when it was simulated; to give it one of its own, "
+                "lowp.restore(model) first"
+            )
+
+
 def _rounded_forward(original: type[nn.Module]) -> Any:
+    compute, only_reads = forward_of(original), original.__module__.startswith("torch.")
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._lowp_layer.output(original.forward(self, *args, **kwargs))  # type: ignore[operator,union-attr]
+        layer: Layer = self._lowp_layer  # type: ignore[assignment]
+        if torch.compiler.is_compiling() or not only_reads:
+            return layer.output(layer.compute(compute, self, *args, **kwargs))
+        layer.simulation.computing += 1
+        try:
+            result = layer.compute(compute, self, *args, **kwargs)
+        finally:
+            layer.simulation.computing -= 1
+        return layer.output(result)
 
     return forward
 
@@ -147,29 +215,15 @@ def _rounded_forward(original: type[nn.Module]) -> Any:
 def _rounded_parameter(name: str, place: int) -> Any:
     def get(self: nn.Module) -> Any:
         parameter = self._parameters[name]
-        return None if parameter is None else self._lowp_layer.weight(parameter, place)  # type: ignore[operator,union-attr]
+        if parameter is None:
+            return None
+        layer: Layer = self._lowp_layer  # type: ignore[assignment]
+        if torch.compiler.is_compiling():
+            return layer.weight(parameter, place)
+        is_transformed = torch._C._functorch.is_functorch_wrapped_tensor(parameter)  # by torch.func, which knows no hooks
+        if parameter.requires_grad and not is_transformed:
+            _hook_gradient(layer, name, place, parameter)  # somebody may have put another one there
+        rounded = layer.weight(parameter, place, rounds_gradient=is_transformed)
+        return rounded if rounded is parameter or layer.simulation.computing else guarded(rounded)
 
     return property(get)
-
-
-def _overrides(original: type[nn.Module]) -> dict[str, Any]:
-    """What else must change in some of torch's own modules, which look past their attributes."""
-    if issubclass(original, nn.RNNBase):
-        # They keep their weights in a list, and renew it where a weight is another object than before: here it always is.
-        flat = property(_rounded_flat_weights, _keep_flat_weights)
-        return {"_flat_weights": flat, "_update_flat_weights": lambda self: None}
-    if issubclass(original, nn.TransformerEncoderLayer):
-        # In evaluation one fused operation would replace the layer, activations and all.
-        return {"activation_relu_or_gelu": property(lambda self: 0)}
-    if issubclass(original, nn.TransformerEncoder):
-        return {"use_nested_tensor": property(lambda self: False)}  # the same, for batches with padding
-    return {}
-
-
-def _rounded_flat_weights(self: nn.RNNBase) -> list[Any]:
-    return [getattr(self, name, None) for name in self._flat_weights_names]
-
-
-def _keep_flat_weights(self: nn.RNNBase, weights: list[Any]) -> None:
-    """What is kept are the parameters, whatever rounded ones somebody read and writes back."""
-    vars(self)["_flat_weights"] = [self._parameters.get(name) for name in self._flat_weights_names]

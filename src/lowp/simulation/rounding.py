@@ -1,12 +1,10 @@
 """One tensor rounded on its way: forward to one format, its gradient to another, each as its `Target` says.
 
-The gradient passes straight through the rounding of the value. With `scaled`, numbers are multiplied by a power of two before
-they are rounded and divided by it afterwards. Neither multiplication rounds, so the format's grid is moved to where the numbers
-are: the largest finite one lands in the format's top binade, as high as it can without leaving the range.
+The gradient passes straight through the rounding of the value. A target does, in this order:
 
-1. The largest magnitude is found among the bits, as integers: no logarithm, no rounding, and nobody waits for the device.
-2. With max = 2^e * 1.f, and the format's own maximum 2^E * 1.F, the exponent of the power is E - e, or one less if f > F.
-   It ends at +-126 (float64: 1022), so that the power and its inverse are normal numbers.
+1. find the tensor's largest magnitude, if its scale goes by that or somebody remembers it;
+2. multiply by a power of two (scales.py), round to the format, and count the finite numbers that left the range;
+3. divide by the power.
 """
 
 import math
@@ -19,12 +17,15 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
-from lowp.tensor.carrier import CARRIERS, F32, F64, Carrier, exponent_below, last_step
+from lowp.simulation.scales import aps_shift, carrier_of, fitting_shift, largest, power_of_two
+from lowp.tensor import node
+from lowp.tensor.carrier import CARRIERS, last_step
 from lowp.tensor.core import quantize_operation
 from lowp.tensor.dynamo import in_graph, teach_dynamo
 from lowp.tensor.noise import KEY_SIZE, Noise, key_tensor
 from lowp.tensor.ops import quantize
 
+UNKNOWN = "the scale"  # followed by "of the weights of layer 'fc'"
 _ONE_KEY = 1 << 30  # elements
 
 
@@ -34,18 +35,38 @@ class Target:
 
     format: str
     rounding: str
-    scaled: bool
+    # "none", "fitting" or "aps"; or the exponent itself, as text (compiled code takes a number that changes for a variable); or
+    # UNKNOWN and whose it is
+    scale: str = "none"
+    axis: int | None = None  # the dimension of channels, if each has its own scale
+    saturates: bool = False  # finite numbers stop at the format's largest; otherwise they overflow as the format says
     noise: Noise | None = None  # for stochastic rounding
     overflows: Tensor | None = None  # where finite numbers that leave the format's range are counted, if they are
+    seen: Tensor | None = None  # where the largest magnitude is remembered, at `place`
+    bounds: Tensor | None = None  # the maximum to scale by, at `place`; the tensor's own where that is not positive
+    place: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_dynamo_compiling() and teach_dynamo():
-            key = () if self.noise is None else (self.noise.seed, self.noise.step, self.noise.stream)
-            rounded = _round_in_graph(x, self.format, self.rounding, self.scaled, *key)
-        else:
-            rounded = _round(x, self.format, self.rounding, self.scaled, self.noise)
+        if torch.compiler.is_dynamo_compiling():
+            teach_dynamo()
+        elif (self.seen is not None or self.overflows is not None) and torch._C._functorch.is_batchedtensor(x):
+            raise ValueError("under vmap nothing can be remembered or counted: no delayed scale, and no count_overflow")
+        if self.scale.startswith(UNKNOWN):
+            raise ValueError(f"{self.scale} has not been calibrated: run the model, and backward, inside lowp.calibrate(model)")
+        maximum = None
+        if self.scale in ("fitting", "aps") or self.seen is not None:
+            maximum = largest(x, self.axis, self.scale != "aps")
+            if self.seen is not None:
+                row = self.seen[self.place]
+                row.copy_(torch.maximum(row, maximum.to(row.dtype)))
+            if self.bounds is not None:
+                bound = self.bounds[self.place]
+                maximum = torch.where(bound > 0, bound.to(maximum.dtype), maximum)
+        key = () if self.noise is None else (self.noise.seed, self.noise.step, self.noise.stream)
+        counts = self.overflows is not None
+        rounded, left = _round(x, maximum, self.format, self.rounding, self.scale, self.saturates, counts, *key)
         if self.overflows is not None:
-            self.overflows.add_(count_overflows(x.detach(), rounded.detach(), self.format))
+            self.overflows.add_(left)
         return rounded
 
 
@@ -59,11 +80,8 @@ class _Passage(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, ahead: Target | None, behind: Target | None) -> Tensor:
-        # Not a view (which block formats return): autograd refuses to change one of ours in place, as `nn.ReLU(inplace=True)`
-        # does. A compiler knows no in-place operations, and has no views to ask for.
-        rounded = x if ahead is None else ahead(x)
-        is_own = ahead is not None and (torch.compiler.is_compiling() or rounded._base is None)
-        return rounded if is_own else rounded.clone()
+        # Never x itself: autograd refuses to change an input in place that was handed on, as `nn.ReLU(inplace=True)` does.
+        return x.clone() if ahead is None else ahead(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -75,53 +93,58 @@ class _Passage(torch.autograd.Function):
         return passed(gradient, ctx.behind, None), None, None
 
 
-def count_overflows(x: Tensor, rounded: Tensor, format: str) -> Tensor:
+@in_graph
+def _round(
+    x: Tensor, maximum: Tensor | None, format: str, rounding: str, scale: str, saturates: bool, counts: bool, *key: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`x` rounded to the format's grid where its scale puts it, and how many finite numbers left the range if that `counts`."""
+    fmt, noise = parse_format(format), Noise(*key) if key else None
+    if scale == "none":
+        rounded = _round_as_it_is(x, fmt, rounding, noise)
+        return rounded, _overflows(x.detach(), rounded, fmt, saturates) if counts else None
+    up, down = _powers(maximum, fmt, scale)
+    scaled = x.detach().to(carrier_of(x).dtype) * up
+    inside = torch.where(scaled.isinf(), scaled, scaled.clamp(-fmt.max, fmt.max)) if saturates else scaled
+    rounded = _round_as_it_is(inside, fmt, rounding, noise)
+    return (rounded * down).to(x.dtype), _overflows(scaled, rounded, fmt, saturates) if counts else None
+
+
+def _powers(maximum: Tensor | None, fmt: AnyFormat, scale: str) -> tuple[Tensor | float, Tensor | float]:
+    """The power of two, and its inverse."""
+    if maximum is None:
+        return 2.0 ** int(scale), 2.0 ** -int(scale)
+    shift = aps_shift(maximum, fmt) if scale == "aps" else fitting_shift(maximum, fmt)
+    return power_of_two(shift, carrier_of(maximum)), power_of_two(-shift, carrier_of(maximum))
+
+
+def _overflows(x: Tensor, rounded: Tensor, fmt: AnyFormat, saturates: bool) -> Tensor:
     """How many finite numbers left the format's range when they were rounded."""
-    if torch.compiler.is_dynamo_compiling() and teach_dynamo():
-        return _overflows_in_graph(x, rounded, format)
     left = ~rounded.isfinite()
-    if (limit := _limit(parse_format(format))) is not None:
-        left = left | (_wide(x).abs() >= limit)
+    if (limit := _limit(fmt, saturates)) is not None:
+        left = left | (x.to(carrier_of(x).dtype).abs() >= limit)
     return (left & x.isfinite()).sum()
 
 
 @cache
-def _limit(fmt: AnyFormat) -> float | None:
+def _limit(fmt: AnyFormat, saturates: bool) -> float | None:
     """Where a format overflows that has no value for it: half a step beyond its largest. (Blocks have their scales.)"""
-    if isinstance(fmt, BlockFormat) or not math.isfinite(fmt.overflow):
+    if isinstance(fmt, BlockFormat) or not (saturates or math.isfinite(fmt.overflow)):
         return None
     return fmt.max + last_step(fmt) / 2
 
 
-@in_graph
-def _overflows_in_graph(x: Tensor, rounded: Tensor, format: str) -> Tensor:
-    return count_overflows(x, rounded, format)
-
-
-def _round(x: Tensor, format: str, rounding: str, scaled: bool, noise: Noise | None) -> Tensor:
-    """`x` rounded to the format's grid, or to that grid where a power of two moves it."""
-    if not scaled or x.numel() == 0:
-        return _round_as_it_is(x, format, rounding, noise)
-    wide, carrier = _wide(x), F64 if x.dtype == torch.float64 else F32
-    shift = _fitting_shift(wide, carrier, parse_format(format))
-    rounded = _round_as_it_is(wide * _power_of_two(shift, carrier), format, rounding, noise)
-    return (rounded * _power_of_two(-shift, carrier)).to(x.dtype)
-
-
-def _round_as_it_is(x: Tensor, format: str, rounding: str, noise: Noise | None) -> Tensor:
-    """`quantize`, whose noise in compiled code would be a hundred small operations: here it is one call, `_key_at`."""
-    fmt = parse_format(format)
-    if noise is None or not isinstance(noise.step, Tensor) or isinstance(fmt, BlockFormat) or x.numel() > _ONE_KEY:
+def _round_as_it_is(x: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | None) -> Tensor:
+    """`quantize`. In code compiled for a CPU it is one call (tensor/node.py), and so is its noise on a GPU (`_key_at`)."""
+    if node.suits(x):
+        return node.quantize_as_node(x, fmt, rounding, noise)
+    if isinstance(fmt, BlockFormat):
+        return quantize(x, fmt, rounding, seed=noise).clone()  # of a view, which autograd refuses to change in place
+    if noise is None or not isinstance(noise.step, Tensor) or x.numel() > _ONE_KEY:
         return quantize(x, fmt, rounding, seed=noise)
     operation = quantize_operation(fmt, x.dtype, rounding, False, x.dtype)
     tables = tuple(table.tensor(x.device) for table in operation.tables)
     key = _key_at(noise.step, noise.seed, noise.stream, x.device)  # type: ignore[arg-type]  # the seed is an integer
     return operation(x.detach().view(CARRIERS[x.dtype].storage), tables, key).view(x.dtype)
-
-
-@in_graph
-def _round_in_graph(x: Tensor, format: str, rounding: str, scaled: bool, *key: Any) -> Tensor:
-    return _round(x, format, rounding, scaled, Noise(*key) if key else None)
 
 
 @torch.library.custom_op("lowp::noise_key_at", mutates_args=())
@@ -133,23 +156,3 @@ def _key_at(step: Tensor, seed: int, stream: int, device: torch.device) -> Tenso
 @_key_at.register_fake
 def _(step: Tensor, seed: int, stream: int, device: torch.device) -> Tensor:
     return torch.empty(KEY_SIZE, dtype=torch.int32, device=device)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In float32 or float64, which have the exponents that scaling needs."""
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
-
-
-def _fitting_shift(wide: Tensor, carrier: Carrier, fmt: AnyFormat) -> Tensor:
-    """The exponent of the power of two that puts the largest finite magnitude just below the format's `scaled_max`."""
-    magnitude = wide.detach().view(carrier.storage) & carrier.magnitude
-    largest = torch.where(magnitude < carrier.infinity, magnitude, torch.zeros_like(magnitude)).amax()
-    top = exponent_below(fmt.scaled_max)
-    fraction = math.floor((fmt.scaled_max / 2.0**top - 1) * (1 << carrier.fraction_bits))
-    exponent = (largest >> carrier.fraction_bits) - carrier.bias
-    beyond = (largest & ((1 << carrier.fraction_bits) - 1)) > fraction
-    return (top - exponent - beyond.to(carrier.storage)).clamp(1 - carrier.bias, carrier.bias - 1)
-
-
-def _power_of_two(exponent: Tensor, carrier: Carrier) -> Tensor:
-    return ((exponent + carrier.bias) << carrier.fraction_bits).view(carrier.dtype)

@@ -80,8 +80,10 @@ def _steps(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, negati
     def same(a: float, b: float) -> bool:
         return struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))
 
-    # Both ends may be the same NaN, so the search starts from points between which results only grow.
-    points = sorted({0, 1, bits_of_number(fmt.smallest, carrier), bits_of_number(fmt.max, carrier), carrier.infinity})
+    # Both ends may be the same NaN, so the search starts from points between which results only grow; and from where steps
+    # are to be expected, so that it is short.
+    known = {0, 1, bits_of_number(fmt.smallest, carrier), bits_of_number(fmt.max, carrier), carrier.infinity}
+    points = sorted(known | _about(_thresholds(fmt, mode, negative), carrier))
     steps: list[int] = []
     results = [result(0)]
     stack = [(low, high, result(low), result(high)) for low, high in pairwise(points)][::-1]
@@ -98,6 +100,21 @@ def _steps(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, negati
         stack.append((middle, high, at_middle, at_high))
         stack.append((low, middle, at_low, at_middle))  # popped first: steps come out ascending
     return steps, results
+
+
+def _thresholds(fmt: Format, mode: Rounding, negative: bool) -> list[float]:
+    """Where a mode steps, more or less: in the middle between values, or at values."""
+    values = sorted({abs(value) for value in fmt.values if value == 0 or (value < 0) == negative})
+    if mode not in (Rounding.NEAREST, Rounding.NEAREST_AWAY):
+        return values
+    return [low / 2 + high / 2 for low, high in pairwise(values)]
+
+
+def _about(magnitudes: list[float], carrier: Carrier) -> set[int]:
+    """The bits of the carrier's numbers at and beside each magnitude."""
+    dtype = torch.float64 if carrier is F64 else torch.float32
+    found = torch.tensor(magnitudes, dtype=torch.float64).to(dtype).view(carrier.compute).tolist()
+    return {near for bits in found for near in (bits - 1, bits, bits + 1) if 0 <= near <= carrier.infinity}
 
 
 @lru_cache(maxsize=4096)

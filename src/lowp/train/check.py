@@ -22,7 +22,7 @@ from lowp.train.data.sets import IMAGE_SETS
 from lowp.train.keys import Path, written
 from lowp.train.mistakes import RecipeError, about, nearest
 from lowp.train.models import MODELS, build_model
-from lowp.train.numerics import simulated_roles, stored_dtype, wire_settings
+from lowp.train.numerics import arithmetic_of, layer_rules, simulated_roles, stored_dtype, wire_settings
 from lowp.train.optimizers import NAMES as OPTIMIZERS
 from lowp.train.optimizers import optimizer_for
 from lowp.train.plugins import is_plugin, load_plugin
@@ -55,8 +55,7 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
         path = ("wire", "layers", pattern) if pattern in recipe.wire.layers else ("wire", "skip")
         near = difflib.get_close_matches(pattern, names, n=3) or [*names[:3], "..."]
         raise RecipeError(f"{written(path)}: no parameter is called like {pattern!r}; there are {', '.join(near)}")
-    layers = {pattern: roles.model_dump(exclude_none=True) for pattern, roles in recipe.precision.layers.items()}
-    if layers:
+    if layers := layer_rules(recipe.precision):
         with about("precision"):
             simulate(model, layers=layers)
             restore(model)
@@ -134,11 +133,6 @@ def _check_optimizer(recipe: Recipe) -> None:
         raise RecipeError(f"optimizer.options: are for a torch:CLASS, and {settings.name} has keys of its own")
     if settings.nesterov and not settings.momentum:
         raise RecipeError("optimizer.nesterov: needs a momentum, and optimizer.momentum is 0")
-    if precision.update in ("stochastic", "kahan") and stored_dtype(precision) == torch.float32:
-        raise RecipeError(
-            f"precision.update: {precision.update!r} is for weights that are stored in 16 bits (fp16, bf16), and "
-            f"{precision.weights!r} is kept in float32"
-        )
     # With its first optimizer torch loads its compiler, which takes seconds: only where something can still be refused.
     if precision.state or settings.options or settings.betas != OptimizerSettings().betas:
         _try_optimizer(recipe)
@@ -167,7 +161,8 @@ def _check_torch_optimizer(recipe: Recipe) -> None:
         near = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
         hint = f"did you mean torch:{by_lower_case[near[0]]}?" if near else f"there are {', '.join(sorted(kinds))}"
         raise RecipeError(f"optimizer.name: torch.optim has no optimizer {name!r} that can be used here; {hint}")
-    for key, value in (("state", recipe.precision.state), ("update", recipe.precision.update)):
+    precision = recipe.precision
+    for key, value in (("state", precision.state), ("update", precision.update if not precision.master else "")):
         if value:
             raise RecipeError(f"precision.{key}: torch's own optimizers round nothing; take one of {', '.join(OPTIMIZERS)}")
     if stored_dtype(recipe.precision) != torch.float32:
@@ -244,8 +239,11 @@ def _check_parallel(recipe: Recipe) -> None:
             raise RecipeError(f"wire.{key}: no gradients of weights travel in {parallel.kind}; set parallel.format instead")
     precision = recipe.precision
     simulated = simulated_roles(precision)
-    for key in (*simulated, "layers", "schedule", "promote", "switch"):
+    for key in (*simulated, "master", "layers", "schedule", "promote", "switch"):
         if key in simulated or getattr(precision, key):
             raise RecipeError(f"precision.{key}: formats cannot be simulated in {parallel.kind}")
+    if arithmetic_of(precision) is not None:
+        key = "accumulate" if precision.accumulate else "arithmetic"
+        raise RecipeError(f"precision.{key}: sums cannot be simulated in {parallel.kind}")
     if precision.loss_scale != "none":
         raise RecipeError(f"precision.loss_scale: ranks of {parallel.kind} have different layers, and cannot agree on a scale")

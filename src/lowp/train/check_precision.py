@@ -9,23 +9,28 @@ from lowp.formats import AnyFormat, Rounding
 from lowp.formats import format as parse_format
 from lowp.optim.loss_scale import LossScale
 from lowp.simulation.layers import checked_format
+from lowp.simulation.master import checked_master
 from lowp.simulation.policies import GradientDiversity
+from lowp.simulation.scales import scale_of
+from lowp.tensor.matmul import Arithmetic
 from lowp.train.keys import Path, written
 from lowp.train.mistakes import RecipeError, about, nearest
-from lowp.train.numerics import ROLES, simulated_roles, stored_dtype
+from lowp.train.numerics import ROLES, arithmetic_of, autocast_dtype, layer_rules, simulated_roles, stored_dtype
 from lowp.train.recipe import STORED, Precision, Recipe
 
 _LOSS_SCALES = ("none", "dynamic", "per_layer")
+_OVERFLOWING = ("none", "delayed")  # scales with which numbers can leave their format's range
 
 
 def check_precision(recipe: Recipe) -> None:
     precision = recipe.precision
     for path, role, text in _formats(precision):
         _check_format(path, role, text)
-    if precision.rounding not in tuple(Rounding):
-        hint = nearest(precision.rounding, map(str, Rounding)) or f"; it is one of {', '.join(Rounding)}"
-        raise RecipeError(f"precision.rounding: unknown rounding {precision.rounding!r}{hint}")
+    _check_rounding(precision)
+    _check_scales(precision)
+    _check_arithmetic(precision)
     _check_storage(precision)
+    _check_master(precision)
     _check_loss_scale(precision.loss_scale)
     _check_schedule(recipe)
     _check_switch(precision)
@@ -57,6 +62,55 @@ def _check_format(path: Path, role: str, text: str) -> None:
         raise RecipeError(f"{written(path)}: write {text.strip().lower()!r}, not {text!r}")
 
 
+def _by_role(key: str, given: str | dict[str, str]) -> Iterator[tuple[Path, str]]:
+    """What a key says of all roles, or of each: where it stands, and the text."""
+    if isinstance(given, str):
+        yield ("precision", key), given
+        return
+    for role, text in given.items():
+        if role not in ROLES:
+            hint = nearest(role, ROLES) or f"; there are {', '.join(ROLES)}"
+            raise RecipeError(f"precision.{key}: unknown role {role!r}{hint}")
+        yield ("precision", key, role), text
+
+
+def _check_rounding(precision: Precision) -> None:
+    for path, rounding in _by_role("rounding", precision.rounding):
+        if rounding not in tuple(Rounding):
+            hint = nearest(rounding, map(str, Rounding)) or f"; it is one of {', '.join(Rounding)}"
+            raise RecipeError(f"{written(path)}: unknown rounding {rounding!r}{hint}")
+
+
+def _check_scales(precision: Precision) -> None:
+    of_layers = [
+        (("precision", "layers", name, "scale"), roles.scale) for name, roles in precision.layers.items() if roles.scale
+    ]
+    for path, text in (*_by_role("scale", precision.scale), *of_layers):
+        with about(*path):
+            if scale_of(text).kind == "calibrated":
+                raise ValueError("'calibrated' wants a pass over data before the run; 'delayed' learns from the steps before")
+
+
+def _check_arithmetic(precision: Precision) -> None:
+    """The format of sums alone, that of products alone, then everything together."""
+    settings = precision.arithmetic
+    with about("precision", "accumulate"):
+        Arithmetic(accumulate=precision.accumulate or "fp32")
+    with about("precision", "arithmetic", "multiply"):
+        Arithmetic(multiply=settings.multiply or None)
+    with about("precision", "arithmetic"):
+        arithmetic = arithmetic_of(precision)
+    for pattern, roles in precision.layers.items():
+        with about("precision", "layers", pattern, "accumulate"):
+            layer_rules(precision.model_copy(update={"layers": {pattern: roles}}))
+    narrow = arithmetic is not None or any(roles.accumulate is not None for roles in precision.layers.values())
+    if narrow and autocast_dtype(precision) is not None:
+        raise RecipeError(
+            f"precision.accumulate: under autocast torch computes in {precision.activations}; sums are simulated in a float32 "
+            "model, or over weights that are stored in 16 bits"
+        )
+
+
 def _check_storage(precision: Precision) -> None:
     """Weights of 16 bits are all of the model's numbers; only what is rounded further can be simulated over them."""
     weights, activations = precision.weights, precision.activations
@@ -75,6 +129,29 @@ def _check_storage(precision: Precision) -> None:
         if roles.weights is not None:
             path = written(("precision", "layers", pattern, "weights"))
             raise RecipeError(f"{path}: all weights are stored in {weights}; layers can differ where precision.weights is fp32")
+
+
+def _check_master(precision: Precision) -> None:
+    """Master weights are for a float32 model, and updates are rounded to what is kept in less."""
+    if precision.master:
+        with about("precision", "master"):
+            checked_master(precision.master)
+    stored = stored_dtype(precision) != torch.float32
+    if precision.master and stored:
+        raise RecipeError(
+            f"precision.master: {precision.weights} weights are what the optimizer keeps; master weights are for a float32 "
+            "model: precision.weights = 'fp32', or a format that is simulated"
+        )
+    if precision.master and precision.update == "kahan":
+        raise RecipeError(
+            "precision.update: 'kahan' is for weights that are stored in 16 bits (fp16, bf16); master weights take updates "
+            "to 'nearest' or 'stochastic'"
+        )
+    if precision.update in ("stochastic", "kahan") and not stored and precision.master in ("", "fp32"):
+        raise RecipeError(
+            f"precision.update: {precision.update!r} is for weights that are stored in 16 bits (fp16, bf16), and "
+            f"{precision.weights!r} is kept in float32"
+        )
 
 
 def _check_loss_scale(scale: str | float) -> None:
@@ -138,8 +215,10 @@ def _check_promote(precision: Precision) -> None:
         return
     if stored_dtype(precision) != torch.float32:
         raise RecipeError(f"precision.promote: needs weights in float32, and precision.weights stores {precision.weights}")
-    if precision.scale == "tensor":
-        raise RecipeError("precision.promote: nothing overflows with precision.scale = 'tensor'")
+    given = precision.scale
+    scales = dict.fromkeys(ROLES, "none") | given if isinstance(given, dict) else dict.fromkeys(ROLES, given)
+    if not any(scale_of(text).kind in _OVERFLOWING for text in scales.values()):
+        raise RecipeError(f"precision.promote: nothing overflows with precision.scale = {given!r}")
     if switch is not None and parse_format(promote.to).bits < parse_format(switch.ladder[-1]).bits:
         raise RecipeError(
             f"precision.promote.to: {promote.to!r} is narrower than {switch.ladder[-1]!r}, to which precision.switch climbs: "

@@ -5,15 +5,18 @@ the same on all ranks: reduced gradients, and overflows anywhere. They are made 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowp.simulation import simulate
+from lowp.simulation.layers import Rules
 from lowp.simulation.policies import GradientDiversity, OnOverflow, Schedule
 from lowp.tensor.errors import NonFiniteGradient
-from lowp.train.recipe import STORED, Precision, Recipe
+from lowp.tensor.matmul import Arithmetic
+from lowp.train.recipe import STORED, ArithmeticSettings, LayerRoles, Precision, Recipe
 from lowp.train.world import World
 from lowp.wire.settings import Settings
 
@@ -42,6 +45,36 @@ def simulated_roles(precision: Precision) -> dict[str, str]:
     elif not precision.activations:
         found["activations"] = precision.weights
     return {role: fmt for role, fmt in found.items() if fmt and fmt != "fp32"}
+
+
+def arithmetic_of(precision: Precision) -> Arithmetic | None:
+    """How layers multiply and add; None: as torch does."""
+    settings = precision.arithmetic
+    if not precision.accumulate and settings == ArithmeticSettings():
+        return None
+    return Arithmetic(
+        multiply=settings.multiply or None,
+        accumulate=precision.accumulate or "fp32",
+        kahan=settings.kahan,
+        chunk=settings.chunk,
+        quire=settings.quire,
+        rounding=settings.rounding,
+        approximate=settings.approximate or None,
+    )
+
+
+def layer_rules(precision: Precision) -> Rules:
+    """The recipe's formats of some layers, as `simulate` takes them."""
+    return {pattern: _rule(roles, arithmetic_of(precision)) for pattern, roles in precision.layers.items()}
+
+
+def _rule(roles: LayerRoles, arithmetic: Arithmetic | None) -> dict[str, Any]:
+    """A layer's own accumulators have another format, and what else the recipe says of its arithmetic."""
+    rule = roles.model_dump(exclude_none=True, exclude=None if roles.scale else {"scale"})
+    if roles.accumulate is not None:
+        own = replace(arithmetic or Arithmetic(), accumulate=roles.accumulate)
+        rule["accumulate"] = None if roles.accumulate == "fp32" else own
+    return rule
 
 
 def wire_settings(recipe: Recipe, steps_per_epoch: int) -> Settings:
@@ -73,16 +106,18 @@ class Numerics:
         self._said = {epoch: f"from here on: {_listed(phase)}" for epoch, phase in phases.items()}
         roles = {epoch: {role: fmt for role, fmt in phase.items() if role != "wire"} for epoch, phase in phases.items()}
         self._schedule = Schedule(roles) if any(roles.values()) else None
-        layers = {name: theirs.model_dump(exclude_none=True) for name, theirs in precision.layers.items()}
-        formats = simulated_roles(precision) | (self._switch.changes() if self._switch else {})
+        layers, arithmetic = layer_rules(precision), arithmetic_of(precision)
+        formats: dict[str, Any] = simulated_roles(precision) | (self._switch.changes() if self._switch else {})
         self.simulation = None
-        if formats or layers or self._schedule:
+        if formats or layers or arithmetic or self._schedule:
             self.simulation = simulate(
                 model,
                 **formats,
+                accumulate=arithmetic,
                 rounding=precision.rounding,
                 scale=precision.scale,
                 layers=layers,
+                exempt_first_last=precision.exempt_first_last,
                 seed=recipe.seed,
                 count_overflow=self._promote is not None,
             )
@@ -99,6 +134,11 @@ class Numerics:
         if self.simulation is not None and self._schedule is not None:
             self.simulation.set(**self._schedule.at(epoch))
         return [self._said[epoch]]
+
+    def agree(self) -> None:
+        """Scales that remember a step's largest numbers go by those of all ranks."""
+        if self.simulation is not None and self._world.ranks > 1:
+            self.simulation.agree(self._world.max)
 
     def observe(self, parameters: Mapping[str, Tensor]) -> None:
         """See a step's gradients, which all ranks have in common."""

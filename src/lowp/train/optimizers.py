@@ -1,4 +1,4 @@
-"""The optimizer that a recipe asks for."""
+"""The optimizer that a recipe asks for, and the format that it keeps weights in."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lowp.optim import LAMB, LARS, SGD, AdamW
+from lowp.simulation.master import MasterWeights
 from lowp.train.recipe import OptimizerSettings, Precision, Recipe
 
 NAMES = ("sgd", "lars", "adamw", "lamb")
@@ -36,10 +37,18 @@ def optimizer_for(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> tor
     raise ValueError(f"unknown optimizer {settings.name!r}; there are {', '.join(NAMES)} and torch:CLASS")
 
 
+def master_weights_for(recipe: Recipe, optimizer: torch.optim.Optimizer) -> MasterWeights | None:
+    """What rounds the weights after each of the optimizer's steps, if the recipe asks for it."""
+    precision = recipe.precision
+    if precision.master in ("", "fp32"):
+        return None
+    return MasterWeights(optimizer, precision.master, precision.update or "stochastic", recipe.seed)
+
+
 def _options(precision: Precision) -> dict[str, Any]:
     """How states and updates are rounded. Float32 weights (a simulated format's too) take updates to the nearest."""
     stored = precision.weights in ("fp16", "bf16")
-    return {"update": precision.update or ("stochastic" if stored else "nearest"), "state": precision.state or None}
+    return {"update": (precision.update or "stochastic") if stored else "nearest", "state": precision.state or None}
 
 
 def _groups(settings: OptimizerSettings, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:

@@ -81,6 +81,13 @@ class Roles(Section):
     gradients: str | None = Field(None, description="gradients of weights, before they travel")
 
 
+class LayerRoles(Roles):
+    """Formats of some layers, which can also have a scale and accumulators of their own."""
+
+    scale: str = Field("", description='of all roles of these layers; "": as precision.scale')
+    accumulate: str | None = Field(None, description="the format of sums inside these layers; fp32: as torch computes them")
+
+
 class Phase(Roles):
     """Formats from an epoch on; what is not named stays."""
 
@@ -109,6 +116,17 @@ class Switch(Section):
     window: int = Field(5, ge=2, description="steps over which diversity is taken")
 
 
+class ArithmeticSettings(Section):
+    """How layers multiply and add, beside precision.accumulate: as narrow hardware does (lowp.Arithmetic)."""
+
+    multiply: str = Field("", description='the format of products; "": exact')
+    kahan: bool = Field(False, description="compensate the rounding of sums")
+    chunk: int = Field(1, ge=1, description="products that are summed before their sum joins the whole")
+    quire: bool = Field(False, description="exact sums, rounded once")
+    rounding: str = Field("nearest", description="of products and sums")
+    approximate: Literal["", "integer_add"] = Field("", description="integer_add: products by adding bits (arXiv 2012.03458)")
+
+
 class Precision(Section):
     """The format of every role."""
 
@@ -116,14 +134,20 @@ class Precision(Section):
     activations: str = Field("", description='outputs of layers; "": as the weights. fp16 or bf16 over fp32 weights: autocast')
     errors: str = Field("", description='gradients of activations; "": as computed')
     gradients: str = Field("", description='gradients of weights, before they travel; "": as computed')
-    rounding: str = Field("nearest", description="of the simulated roles")
-    scale: Literal["none", "tensor"] = Field("none", description="of the simulated roles; tensor: a power of two for each")
+    rounding: str | dict[str, str] = Field("nearest", description="of the simulated roles, or by role (others: nearest)")
+    scale: str | dict[str, str] = Field(
+        "none", description="of the simulated roles, or by role: none, tensor, channel, aps, block:N, delayed, delayed:N"
+    )
+    exempt_first_last: bool = Field(False, description="leave the first and the last layer with a matrix as they are")
+    accumulate: str = Field("", description='sums of products inside layers, in a format; "": as torch computes them')
+    arithmetic: ArithmeticSettings = ArithmeticSettings()
     state: str | dict[str, str] = Field("", description='optimizer states: a format of 8 to 16 bits; "": as the weights')
+    master: str = Field("", description='what the optimizer keeps of the weights, in a float32 model: a format; "": fp32')
     update: Literal["", "nearest", "stochastic", "kahan"] = Field(
-        "", description='how 16-bit weights take an update; "": stochastic (fp32: nearest)'
+        "", description='how stored 16-bit weights and master weights take an update; "": stochastic (fp32: nearest)'
     )
     loss_scale: str | float = Field("none", description="none, dynamic, per_layer, or a power of two")
-    layers: dict[str, Roles] = Field({}, description='simulated formats of some layers: "last" = { weights = "fp16" }')
+    layers: dict[str, LayerRoles] = Field({}, description='simulated formats of some layers: "last" = { weights = "fp16" }')
     schedule: tuple[Phase, ...] = Field((), description="formats by epoch: [[precision.schedule]] epoch = 1, weights = ...")
     promote: Promote | None = Field(None, description="give layers that overflow a wider format")
     switch: Switch | None = Field(None, description="climb a ladder of formats by gradient diversity")

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowp.train.keys import BARE, Path, written
 from lowp.train.mistakes import RecipeError
-from lowp.train.recipe import Phase, Promote, Recipe, Roles, Section, Switch
+from lowp.train.recipe import LayerRoles, Phase, Promote, Recipe, Section, Switch
 
 _WIDTH = 116  # of lines, as far as values allow
 _HEADING = (
@@ -20,7 +20,7 @@ _HEADING = (
     'its default; with `base = "NAME"`, that recipe\'s value.'
 )
 _EXAMPLES: dict[Path, Any] = {  # of what has a header of its own, and is empty by default
-    ("precision", "layers"): {"last": Roles(weights="fp16", activations="fp16", errors="fp16")},
+    ("precision", "layers"): {"last": LayerRoles(weights="fp16", activations="fp16", errors="fp16")},
     ("precision", "schedule"): (Phase(epoch=1, weights="posit16", activations="posit16"),),
     ("precision", "promote"): Promote(),
     ("precision", "switch"): Switch(),

@@ -32,7 +32,7 @@ from lowp.train.exchange import Exchange, Placed, exchange_for
 from lowp.train.learning_rate import factor_of
 from lowp.train.models import build_model
 from lowp.train.numerics import Numerics, stored_dtype, wire_settings
-from lowp.train.optimizers import optimizer_for
+from lowp.train.optimizers import master_weights_for, optimizer_for
 from lowp.train.parallel import Placement, RealTeam, VirtualTeam, pipeline_model, split_model
 from lowp.train.plugins import load_plugin
 from lowp.train.randomness import seed_of, seed_torch
@@ -58,6 +58,7 @@ class Trainer:
             self.model = self.placement.module
         self.numerics = Numerics(recipe, self.model, world)
         self.optimizer = optimizer_for(recipe, self.parameters)
+        self.master = master_weights_for(recipe, self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.factor = factor_of(recipe.learning_rate, self.steps_per_epoch, self.steps)
         self.loss_scale = self._loss_scale()
@@ -216,8 +217,10 @@ class Trainer:
             else:
                 self.loss_scale.step(self.optimizer)
         except DIVERGED:
+            self.numerics.agree()
             self._undo()
             raise
+        self.numerics.agree()
         self.numerics.observe(self.parameters)
         self.step += 1
         self._counted += 1
@@ -287,6 +290,7 @@ class Trainer:
             "step": self.step,
             "counted": self._counted,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
+            "master": None if self.master is None else self.master.state_dict(),
             "numerics": self.numerics.state_dict(),
             **(self._weights() if self.placement is None else {}),
         }
@@ -308,6 +312,8 @@ class Trainer:
         self.optimizer.load_state_dict(weights["optimizer"])
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(saved["loss_scale"])
+        if self.master is not None:
+            self.master.load_state_dict(saved["master"])
         self.numerics.load_state_dict(saved["numerics"])
         self._counted = saved["counted"]
         mine = [of_ranks[rank] for rank in self.exchange.ranks] if self.placement is None else [of_ranks[self.world.rank]]

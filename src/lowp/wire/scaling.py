@@ -20,6 +20,7 @@ from torch import Tensor
 from lowp.formats import AnyFormat
 from lowp.tensor.carrier import exponent_below
 from lowp.tensor.carrier import power_of_two as power_of_two
+from lowp.tensor.fitting import fitting_exponent, fitting_exponents
 
 ZERO, NONFINITE = 0, 255
 _BOUND_BIAS = 116  # of E, which spans -115 (a layer below 2^-115 counts as that) to 138 (float32's maximum on 1024 ranks)
@@ -83,25 +84,18 @@ def emax_of(fmt: AnyFormat) -> int:
 
 
 def fitting_bytes(maxima: Tensor, fmt: AnyFormat) -> Tensor:
-    """The byte of the largest shift that keeps each maximum (float32) within the format.
-
-    With max = 2^e * 1.f and the format's own (`scaled_max`) 2^E * 1.F, that is E - e, and one less where f exceeds F.
-    """
-    bits = maxima.contiguous().view(torch.int32)
-    fraction = math.floor((fmt.scaled_max / 2.0 ** emax_of(fmt) - 1) * (1 << 23))
-    shift = emax_of(fmt) - ((bits >> 23) - 127) - ((bits & 0x7FFFFF) > fraction).to(torch.int32)
+    """The byte of the largest shift that keeps each maximum (float32) within the format."""
+    shift = fitting_exponents(maxima.contiguous(), fmt)
     return _marked(shift.clamp(-MAX_SHIFT, MAX_SHIFT) + _SHIFT_BIAS, maxima)
 
 
 def fitting_byte(maximum: float, fmt: AnyFormat) -> int:
-    """`fitting_bytes` of one number, for the CPU, where ten small tensor operations cost more than the encoding."""
+    """`fitting_bytes` of one number."""
     if maximum == 0:
         return ZERO
     if not math.isfinite(maximum):
         return NONFINITE
-    exponent = max(exponent_below(maximum), -127)
-    shift = emax_of(fmt) - exponent - (math.ldexp(maximum, -exponent) > fmt.scaled_max / 2.0 ** emax_of(fmt))
-    return min(max(shift, -MAX_SHIFT), MAX_SHIFT) + _SHIFT_BIAS
+    return min(max(fitting_exponent(maximum, fmt), -MAX_SHIFT), MAX_SHIFT) + _SHIFT_BIAS
 
 
 def shifts_of(fitting: Tensor) -> Tensor:

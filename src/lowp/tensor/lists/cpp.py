@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 
 from lowp.tensor.lists.cache import cache_folder
 from lowp.tensor.lists.trace import Element, Program, Statement, Value
-from lowp.tensor.lists.vectors import PREAMBLE, SCALARS, TYPES, Printer
+from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 LONGEST_BLOCK = 4096  # elements
 _SIGNATURE = """
@@ -59,11 +60,7 @@ class _Source:
         lines += [f"    const {SCALARS[d]}* table{i} = (const {SCALARS[d]}*)tables[{i}];" for i, d in enumerate(tables)]
         lines += [f"    const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in self.program.scalars.items()]
         lines += [_CHUNK, *self._of_tensor(), *self._of_block(), *self._reduce(), "    }", "}"]
-        constants = [
-            f'__attribute__((visibility("hidden"))) {"int32_t" if kind == "i32" else "float"} constant{place} = {text};'
-            for (kind, text), place in self.printer.constants.items()
-        ]
-        return "\n".join([PREAMBLE, *constants, *lines])
+        return "\n".join([preamble(), *self.printer.declarations(), *lines])
 
     def _of_tensor(self) -> list[str]:
         """What a chunk's tensor brings."""
@@ -212,8 +209,11 @@ def _machine() -> str:
         return platform.processor()
 
 
-def build(text: str) -> Any:
-    """Compile and load; what was compiled before on this kind of machine is found again."""
+_ARGUMENTS = (*[ctypes.c_void_p] * 4, ctypes.c_long, *[ctypes.c_void_p] * 6, *[ctypes.c_long] * 2)
+
+
+def build(text: str, arguments: Sequence[Any] = _ARGUMENTS) -> Any:
+    """Compile and load `run`; what was compiled before on this kind of machine is found again."""
     command = [compiler(), *_FLAGS]
     name = hashlib.sha256("\0".join([text, _machine(), *command]).encode()).hexdigest()[:32]
     library = cache_folder() / f"{name}.so"
@@ -227,7 +227,7 @@ def build(text: str) -> Any:
             os.replace(made, library)
     run = ctypes.CDLL(str(library)).run
     run.restype = None
-    run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] + [ctypes.c_void_p] * 6 + [ctypes.c_long] * 2
+    run.argtypes = list(arguments)
     return run
 
 

@@ -171,12 +171,17 @@ class _Reader:
         if operation == "convert":
             operand = node.args[0].meta["val"].dtype
         elif operation in COMPARE:
-            operand = torch.result_type(*(a.meta["val"] if hasattr(a, "op") else a for a in node.args))
+            operand = torch.result_type(*(_alike(a.meta["val"]) if hasattr(a, "op") else a for a in node.args))
         else:
             operand = node.meta["val"].dtype
         if operation != "convert" and operand in (torch.float16, torch.bfloat16):
             raise NotImplementedError(f"aten.{name} of {operand}: arithmetic is in float32, 16 bits are for storage")
         return self._emit(operation, node, tuple(arguments), operand)
+
+
+def _alike(example: Tensor) -> Tensor:
+    """Another tensor of that type: examples that were recorded at different times do not meet in one operation."""
+    return torch.empty(example.shape, dtype=example.dtype, device="meta")
 
 
 def _short_roots(statements: list[Statement]) -> list[Statement]:
@@ -200,7 +205,28 @@ def _short_roots(statements: list[Statement]) -> list[Statement]:
     return [short(s) for s in statements]
 
 
-def _needed(statements: list[Statement], results: tuple[Value, ...]) -> tuple[Statement, ...]:
+def fused(program: Program) -> Program:
+    """Products of floats that nobody reads but one sum become one operation with it, which rounds once.
+
+    The same bits where products are exact; elsewhere other ones, which the caller must want.
+    """
+    made_by = {s.result.name: s for s in program.statements if s.operation == "mul" and s.operand.is_floating_point}
+    reads = [a.name for s in program.statements for a in s.arguments if isinstance(a, Value)]
+    reads += [value.name for value in program.results]
+
+    def fuse(s: Statement) -> Statement:
+        if s.operation != "add" or not all(isinstance(a, Value) for a in s.arguments):
+            return s
+        for product, other in (s.arguments, s.arguments[::-1]):
+            if product.name in made_by and reads.count(product.name) == 1:
+                return Statement("fma", s.result, (*made_by[product.name].arguments, other), s.operand)
+        return s
+
+    statements = _needed([fuse(s) for s in program.statements], program.results)
+    return Program(program.elements, program.numbers, program.scalars, statements, program.results)
+
+
+def _needed(statements: Sequence[Statement], results: tuple[Value, ...]) -> tuple[Statement, ...]:
     """Without what nobody reads."""
     read = {value.name for value in results}
     kept = []

@@ -17,7 +17,7 @@ import torch
 from lowp.tensor.lists.cache import cache_folder
 from lowp.tensor.lists.trace import COMPARE, INFIX, Element, Program, Statement, Value
 
-_TYPES = {
+TYPES = {
     torch.int8: "tl.int8", torch.int16: "tl.int16", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1",
     torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32", torch.float64: "tl.float64",
 }  # fmt: skip
@@ -30,16 +30,16 @@ def _literal(constant: Any, dtype: torch.dtype) -> str:
     else:
         bits = 1 if dtype == torch.bool else dtype.itemsize * 8
         text = str(int(constant)) if bits == 1 else str((int(constant) + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1))
-    return f"tl.full([], {text}, {_TYPES[dtype]})"
+    return f"tl.full([], {text}, {TYPES[dtype]})"
 
 
 def _argument(argument: Any, dtype: torch.dtype) -> str:
     if not isinstance(argument, Value):
         return _literal(argument, dtype)
-    return argument.name if argument.dtype == dtype else f"{argument.name}.to({_TYPES[dtype]})"
+    return argument.name if argument.dtype == dtype else f"{argument.name}.to({TYPES[dtype]})"
 
 
-def _expression(s: Statement) -> str:
+def expression(s: Statement) -> str:
     a = [None if x is None else _argument(x, s.operand) for x in s.arguments] if s.operation not in _OWN else []
     match s.operation:
         case "constant":
@@ -47,7 +47,7 @@ def _expression(s: Statement) -> str:
         case "index":
             return "index"
         case "bitcast":
-            return f"{s.arguments[0].name}.to({_TYPES[s.result.dtype]}, bitcast=True)"
+            return f"{s.arguments[0].name}.to({TYPES[s.result.dtype]}, bitcast=True)"
         case "convert":
             return _argument(s.arguments[0], s.result.dtype)
         case "look_up":
@@ -67,6 +67,8 @@ def _expression(s: Statement) -> str:
             return f"{a[0]} {COMPARE[operation]} {a[1]}"
         case "rsub":
             return f"{a[1]} - {a[0]}"
+        case "fma":
+            return f"tl.fma({a[0]}, {a[1]}, {a[2]})"
         case "neg":
             return f"-{a[0]}"
         case "not":
@@ -128,7 +130,7 @@ def source(
         lines += ["    begin = tl.multiple_of(begin, SIZE)"]
     lines += ["    lane = tl.arange(0, SIZE)", "    index = (begin + lane).to(tl.int32)", "    inside = begin + lane < end"]
     for i, e in enumerate(elements):
-        lines.append(f"    p{i} = tl.load(pointers + tensor * {len(elements)} + {i}).to(tl.pointer_type({_TYPES[e.dtype]}))")
+        lines.append(f"    p{i} = tl.load(pointers + tensor * {len(elements)} + {i}).to(tl.pointer_type({TYPES[e.dtype]}))")
         if not e.of_block:
             lines += ["    if ALIGNED:", f"        p{i} = tl.multiple_of(p{i}, 16)"]
     lines += [f"    {v.name} = tl.load(numbers + {place} * tensors + tensor)" for place, v in program.numbers.items()]
@@ -148,10 +150,10 @@ def _body(
         if f"x{i}" in needed:
             place = "block" if e.of_block else "begin + lane"
             lines.append(f"x{i} = tl.load(p{i} + {place}{', mask=inside, other=0' if masked and not e.of_block else ''})")
-    lines += [f"{s.result.name} = {_expression(s)}" for s in program.statements]
+    lines += [f"{s.result.name} = {expression(s)}" for s in program.statements]
     for i, v in zip(writes, program.results, strict=False):
         if elements[i].of_block:
-            one = f"tl.max({v.name} + tl.zeros_like(lane), axis=0).to({_TYPES[elements[i].dtype]})"
+            one = f"tl.max({v.name} + tl.zeros_like(lane), axis=0).to({TYPES[elements[i].dtype]})"
             lines.append(f"tl.store(p{i} + block, {one})")
         else:
             lines.append(f"tl.store(p{i} + begin + lane, {v.name}{', mask=inside' if masked else ''})")

@@ -1,4 +1,4 @@
-"""Statements in GCC's vector types: 16 numbers at a time, on any machine.
+"""Statements in GCC's vector types: 16 numbers at a time, or 8 where most are of 64 bits, on any machine.
 
 (The compiler splits them where registers are shorter.) What costs, and is avoided: a constant written into the code takes an
 instruction each time, one in memory none; a comparison that becomes numbers takes two more than one that selects.
@@ -20,7 +20,13 @@ SCALARS = {
     torch.float64: "double", torch.bool: "uint8_t",
 }  # fmt: skip
 
-PREAMBLE = r"""
+
+def preamble(lanes: int = 16) -> str:
+    """What every program begins with."""
+    return f"#define LANES {lanes}{_PREAMBLE}"
+
+
+_PREAMBLE = r"""
 #include <cstdint>
 #include <cstring>
 #include <cmath>
@@ -28,13 +34,17 @@ PREAMBLE = r"""
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-constexpr int LANES = 16;
-typedef int8_t i8 __attribute__((vector_size(16)));
-typedef int16_t i16 __attribute__((vector_size(32)));
-typedef int32_t i32 __attribute__((vector_size(64)));
-typedef int64_t i64 __attribute__((vector_size(128)));
-typedef float f32 __attribute__((vector_size(64)));
-typedef double f64 __attribute__((vector_size(128)));
+#if defined(__AVX512F__) && LANES == 16
+#define LONG_32  // vectors of 32-bit numbers fill a register
+#elif defined(__AVX512F__) && LANES == 8
+#define LONG_64
+#endif
+typedef int8_t i8 __attribute__((vector_size(LANES)));
+typedef int16_t i16 __attribute__((vector_size(2 * LANES)));
+typedef int32_t i32 __attribute__((vector_size(4 * LANES)));
+typedef int64_t i64 __attribute__((vector_size(8 * LANES)));
+typedef float f32 __attribute__((vector_size(4 * LANES)));
+typedef double f64 __attribute__((vector_size(8 * LANES)));
 #define INLINE static inline __attribute__((always_inline))
 template <class V> using element = std::remove_reference_t<decltype(V{}[0])>;
 template <class V, class S> INLINE V splat(S s) { return (element<V>)s - V{}; }  // x - 0 is x, also for -0.0
@@ -51,13 +61,34 @@ struct Subnormals {
 };
 template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
 template <class V> INLINE V smaller(V a, V b) { return a < b ? a : b; }
-#if defined(__AVX512F__)
+#if defined(LONG_32)
 INLINE i32 larger(i32 a, i32 b) { return (i32)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 INLINE i32 smaller(i32 a, i32 b) { return (i32)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+INLINE f32 larger(f32 a, f32 b) { return (f32)_mm512_max_ps((__m512)a, (__m512)b); }  // the second where one is NaN, as above
+INLINE f32 smaller(f32 a, f32 b) { return (f32)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(LONG_64)
+INLINE i64 larger(i64 a, i64 b) { return (i64)_mm512_max_epi64((__m512i)a, (__m512i)b); }
+INLINE i64 smaller(i64 a, i64 b) { return (i64)_mm512_min_epi64((__m512i)a, (__m512i)b); }
+INLINE f64 larger(f64 a, f64 b) { return (f64)_mm512_max_pd((__m512d)a, (__m512d)b); }
+INLINE f64 smaller(f64 a, f64 b) { return (f64)_mm512_min_pd((__m512d)a, (__m512d)b); }
 #endif
+INLINE f32 fused(f32 a, f32 b, f32 c) {  // a * b + c, rounded once
+#if defined(LONG_32)
+    return (f32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_fmaf(a[l], b[l], c[l]); return r;
+#endif
+}
+INLINE f64 fused(f64 a, f64 b, f64 c) {
+#if defined(LONG_64)
+    return (f64)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#else
+    f64 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_fma(a[l], b[l], c[l]); return r;
+#endif
+}
 INLINE float largest_of(f32 x) { float top = 0; for (int l = 0; l < LANES; l++) top = x[l] > top ? x[l] : top; return top; }
 INLINE f32 square_root(f32 x) {
-#if defined(__AVX512F__)
+#if defined(LONG_32)
     return (f32)_mm512_sqrt_ps((__m512)x);
 #else
     f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_sqrtf(x[l]); return r;
@@ -67,7 +98,7 @@ INLINE f64 square_root(f64 x) { f64 r; for (int l = 0; l < LANES; l++) r[l] = __
 INLINE f32 nearest_integer(f32 x) { f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_rintf(x[l]); return r; }
 INLINE f32 integer_below(f32 x) { f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_floorf(x[l]); return r; }
 INLINE f32 half_to_float(i16 h) {
-#if defined(__AVX512F__)
+#if defined(LONG_32)
     return (f32)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__F16C__)
     f32 r; for (int l = 0; l < LANES; l++) r[l] = _cvtsh_ss((uint16_t)h[l]); return r;
@@ -79,7 +110,7 @@ INLINE f32 half_to_float(i16 h) {
 #endif
 }
 INLINE i16 float_to_half(f32 x) {
-#if defined(__AVX512F__)
+#if defined(LONG_32)
     return (i16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
 #else
     i32 b = (i32)x, m = b & 0x7FFFFFFF, s = b >> 16 & 0x8000;
@@ -100,11 +131,14 @@ INLINE i16 float_to_bfloat(f32 x) {
 #define LOOK_UP(V) template <class T> INLINE V look_up_##V(const T* table, i32 index) { \
     V r; for (int l = 0; l < LANES; l++) r[l] = table[index[l]]; return r; }
 LOOK_UP(i8) LOOK_UP(i16) LOOK_UP(i32) LOOK_UP(i64) LOOK_UP(f32) LOOK_UP(f64)
-#if defined(__AVX512F__)
+#if defined(LONG_32)
 INLINE i32 look_up_i32(const int32_t* table, i32 index) { return (i32)_mm512_i32gather_epi32((__m512i)index, table, 4); }
 INLINE f64 look_up_f64(const double* table, i32 index) {
     union { f64 v; __m512d h[2]; } r; union { i32 v; __m256i h[2]; } at; at.v = index;
     r.h[0] = _mm512_i32gather_pd(at.h[0], table, 8); r.h[1] = _mm512_i32gather_pd(at.h[1], table, 8); return r.v; }
+#elif defined(LONG_64)
+INLINE i64 look_up_i64(const int64_t* table, i32 index) { return (i64)_mm512_i32gather_epi64((__m256i)index, table, 8); }
+INLINE f64 look_up_f64(const double* table, i32 index) { return (f64)_mm512_i32gather_pd((__m256i)index, table, 8); }
 #endif
 """
 
@@ -113,13 +147,24 @@ class Printer:
     """Expressions of statements, in vector types. A truth value is a 32-bit integer, all ones or zero."""
 
     def __init__(self) -> None:
-        self._comparisons: dict[str, tuple[str, int]] = {}  # their text, and the width of what they compare
+        self.begin()
         self.constants: dict[tuple[str, str], int] = {}  # type and text -> place
+
+    def begin(self) -> None:
+        """Another program, whose names have nothing to do with those of the last; constants are shared."""
+        self._comparisons: dict[str, tuple[str, int]] = {}  # their text, and the width of what they compare
 
     def kept(self, kind: str, text: str) -> str:
         """A constant in memory, from where instructions take it as they go. Written out, each would cost one of its own."""
         place = self.constants.setdefault((kind, text), len(self.constants))
         return f"splat<{kind}>(constant{place})"
+
+    def declarations(self) -> list[str]:
+        """Of the constants in memory, which all expressions printed so far need."""
+        return [
+            f'__attribute__((visibility("hidden"))) {"int32_t" if kind == "i32" else "float"} constant{place} = {text};'
+            for (kind, text), place in self.constants.items()
+        ]
 
     def literal(self, constant: Any, dtype: torch.dtype, shift: bool = False) -> str:
         kind = TYPES[dtype]
@@ -189,6 +234,8 @@ class Printer:
                 return f"__builtin_convertvector({text}, i32)"
             case "rsub":
                 return f"{a[1]} - {a[0]}"
+            case "fma":
+                return f"fused({a[0]}, {a[1]}, {a[2]})"
             case "neg":
                 return f"-{a[0]}"
             case "not":

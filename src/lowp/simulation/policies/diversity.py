@@ -1,83 +1,18 @@
-"""Precision that changes while a model trains. A policy decides; the training loop asks it and tells the simulation.
-
-- `Schedule`: formats by epoch. Warm up in fp32, then go narrow.
-- `OnOverflow`: a layer whose numbers keep leaving the range moves to a wider format.
-- `GradientDiversity`: everything moves up a ladder of formats when gradients stop telling different things (MuPPET).
-
-Each has a `state_dict` of plain data and tensors, so that a resumed run decides what the uninterrupted one would have.
-"""
+"""Precision that follows the gradients: up a ladder of formats when they become alike."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lowp.simulation.layers import ROLES, FormatName, checked_format, checked_roles
-
-
-class Schedule:
-    """Formats by epoch: `Schedule({0: {"weights": "fp32"}, 5: {"weights": "posit16", "layers": {...}}})`.
-
-    An entry holds from its epoch on; what it does not name goes on as the entries before it left it.
-    """
-
-    def __init__(self, phases: Mapping[int, Mapping[str, Any]]) -> None:
-        if not phases:
-            raise ValueError("a schedule needs at least one phase: {epoch: {role: format}}")
-        for epoch, phase in phases.items():
-            if not isinstance(epoch, int) or epoch < 0:
-                raise ValueError(f"a schedule counts epochs from 0; {epoch!r} is none")
-            checked_roles({role: name for role, name in phase.items() if role != "layers"}, f"the schedule's epoch {epoch}")
-        self.phases = {epoch: dict(phases[epoch]) for epoch in sorted(phases)}
-
-    def at(self, epoch: int) -> dict[str, Any]:
-        """What holds in an epoch, as arguments for `Simulation.set`; empty before the first phase."""
-        held: dict[str, Any] = {}
-        for start, phase in self.phases.items():
-            if start <= epoch:
-                held |= phase
-        return held
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the epoch says it all."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
-            raise ValueError(f"a schedule has no state, but was given {', '.join(state)}")
+from lowp.simulation.layers import ROLES, FormatName, checked_roles
+from lowp.simulation.policies.policy import Agree, Policy, listed
+from lowp.simulation.simulation import Simulation
 
 
-class OnOverflow:
-    """Promote a layer to the format `to` when it has overflowed in `after` checks."""
-
-    def __init__(self, to: FormatName = "fp16", after: int = 1) -> None:
-        checked_format(to, "every role")
-        if after < 1:
-            raise ValueError(f"after counts checks and is at least 1, not {after}")
-        self.to, self.after = to, after
-        self._fired: dict[str, int] = {}
-        self._promoted: list[str] = []
-
-    def check(self, overflowed: Mapping[str, Iterable[str]], at_once: bool = False) -> list[str]:
-        """Take what `Simulation.overflowed()` found; the layers to promote now, each of them once. `at_once` does not wait."""
-        due = []
-        for layer in sorted(layer for layer, roles in overflowed.items() if any(True for _ in roles)):
-            self._fired[layer] = self._fired.get(layer, 0) + 1
-            if (at_once or self._fired[layer] >= self.after) and layer not in self._promoted:
-                due.append(layer)
-        self._promoted += due
-        return due
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"fired": dict(self._fired), "promoted": list(self._promoted)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._fired, self._promoted = dict(state["fired"]), list(state["promoted"])
-
-
-class GradientDiversity:
+class GradientDiversity(Policy):
     """Up a ladder of formats when gradients become alike, after MuPPET (arXiv 2006.09049).
 
     The diversity of a window of gradients g_1 ... g_n of a layer is `sum |g_k|^2 / |sum g_k|^2`: 1/n if all are the same, 1 if
@@ -154,6 +89,24 @@ class GradientDiversity:
             return None
         self.level, self._violations, self._largest = self.level + 1, 0, 0.0
         return self.changes()
+
+    def start(self, simulation: Simulation, model: nn.Module) -> None:
+        self._set(simulation, self.changes())
+
+    def after_step(self, simulation: Simulation, gradients: Mapping[str, Tensor], agree: Agree | None = None) -> list[str]:
+        self.observe(gradients)
+        return []
+
+    def after_epoch(self, simulation: Simulation, agree: Agree | None = None) -> list[str]:
+        changes = self.epoch_done()
+        if changes is None:
+            return []
+        self._set(simulation, changes)
+        return [f"gradients are no longer diverse; from here on: {listed(changes)}"]
+
+    @staticmethod
+    def _set(simulation: Simulation, changes: Mapping[str, FormatName]) -> None:
+        simulation.set(**changes)  # type: ignore[arg-type]  # roles are no layers
 
     def state_dict(self) -> dict[str, Any]:
         return {

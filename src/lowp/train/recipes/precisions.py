@@ -1,0 +1,110 @@
+"""Precisions, on the embedded data set: each is `fp32` and what it changes."""
+
+from lowp.train.reading import with_changes as changed
+from lowp.train.recipe import Recipe
+from lowp.train.recipes.registry import named
+
+
+@named
+def fp32() -> Recipe:
+    """The baseline: everything in FP32.
+
+    A small MLP on fashion14, which lies inside the package: nothing is downloaded.
+    """
+    return Recipe(
+        epochs=6,
+        batch=128,
+        model={"name": "mlp", "options": {"hidden": [256, 128]}},
+        data={"name": "fashion14"},
+        optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
+        learning_rate={"kind": "cosine", "warmup": 0.5},
+    )
+
+
+@named
+def mixed() -> Recipe:
+    """FP16 with FP32 master weights and a dynamic loss scale (arXiv 1710.03740).
+
+    Weights, optimizer and gradients are FP32; forward and backward compute in FP16 under torch's autocast.
+    """
+    return changed(fp32(), precision={"activations": "fp16", "loss_scale": "dynamic"})
+
+
+@named
+def pure16() -> Recipe:
+    """FP16 everywhere, no FP32 tensor at all: weights, gradients, states, wire.
+
+    Updates are rounded stochastically, the loss scale is dynamic, and the first step runs under lowp.audit. Slow on CPUs
+    without FP16 units: --set precision.weights=bf16 --set wire.format=bf16 is faster there.
+    """
+    return changed(
+        fp32(),
+        precision={"weights": "fp16", "update": "stochastic", "loss_scale": "dynamic", "audit": True},
+        wire={"format": "fp16"},
+    )
+
+
+@named
+def aps8() -> Recipe:
+    """Gradients travel in 8 bits with Auto Precision Scaling (arXiv 1911.08907).
+
+    e5m2 with one power of two for each layer, agreed between ranks by one byte. --set wire.scale=none shows what that is
+    good for.
+    """
+    return changed(fp32(), wire={"format": "e5m2", "scale": "aps"})
+
+
+@named
+def fp8() -> Recipe:
+    """FP8 throughout: weights and activations e4m3fn, gradients e5m2, states and wire 8 bits (arXiv 2310.18313).
+
+    Float32 weights are updated; what is multiplied is rounded to FP8, each tensor with its own power of two.
+    """
+    return changed(
+        fp32(),
+        precision={
+            "weights": "e4m3fn",
+            "activations": "e4m3fn",
+            "errors": "e5m2",
+            "gradients": "e5m2",
+            "scale": "tensor",
+            "state": "fp16",
+        },
+        wire={"format": "e5m2", "scale": "aps"},
+    )
+
+
+@named
+def simulate() -> Recipe:
+    """A whole model in a format of your choice: posit8 here.
+
+    --set precision.weights=e3m4 --set precision.activations=int8 ... tries another one.
+    """
+    return changed(
+        fp32(),
+        precision={"weights": "posit8", "activations": "posit8", "errors": "posit8", "scale": "tensor"},
+    )
+
+
+# Formats that change: by layer, by epoch, by what the numbers do.
+
+
+@named
+def hybrid() -> Recipe:
+    """Hybrid precision: 4 bits on the wire, 16 for the last layer and FP32 for biases."""
+    return changed(fp32(), wire={"format": "e2m1fn", "scale": "local", "layers": {"last": "fp16"}, "skip": ["1d"]})
+
+
+@named
+def muppet() -> Recipe:
+    """Switch to a wider format when gradients stop being diverse (MuPPET, arXiv 2006.09049)."""
+    return changed(fp32(), precision={"scale": "tensor", "switch": {"ladder": ["e4m3fn", "fp16", "fp32"]}})
+
+
+@named
+def promote() -> Recipe:
+    """Everything in unscaled e4m3fn; a layer that overflows is promoted to FP16 (arXiv 2301.13464)."""
+    return changed(
+        fp32(),
+        precision={"weights": "e4m3fn", "activations": "e4m3fn", "promote": {"to": "fp16", "after": 1}},
+    )
