@@ -2,23 +2,29 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow lint format bench bench-wire bench-optim bench-train readme clean
+.PHONY: setup demo test test-slow lint format bench bench-wire bench-optim bench-train bench-simulate readme clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# What users need; who only wants to see the demo does not wait for the tools of developers.
+$(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $(RUNS)
+
+$(READY): $(RUNS)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
-demo: setup
+demo: $(RUNS)
 	$(BIN)/lowp demo
 
 test: setup
-	$(BIN)/pytest -n 2 --dist worksteal
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal  # threads that wait do not take the other worker's core
 
 test-slow: setup
 	$(BIN)/pytest -m slow --timeout 3600
@@ -46,6 +52,11 @@ bench-optim: setup
 
 bench-train: setup
 	$(BIN)/python benchmarks/train.py
+
+bench-simulate: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/simulate.py
+	$(BIN)/python benchmarks/matmul.py
 
 readme: setup
 	$(BIN)/python -m lowp.cli.readme README.md

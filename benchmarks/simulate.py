@@ -8,7 +8,7 @@
 A step is forward, backward and SGD. Weights, activations, errors and gradients are rounded to nearest (e4m3fn and e5m2).
 Contenders take turns; a ratio is to the compiled plain model in the same round, and its median counts. It is taken again by the
 shortest step of each: where the two disagree on the bar, it is undecided. "plain again" is a second compiled plain model: what
-ratios can be trusted to. On a busy machine processor time tells more, best with `--threads 1` (it counts threads that wait, too).
+ratios can be trusted to. On a busy machine processor time tells more, with `--threads 1` (threads that wait count, too).
 QPyTorch rounds as its examples do: quantizers behind modules, weights and gradients in its optimizer.
 
 Compiling is timed with the compiler's caches empty, in seconds of processor time (of this process and its compilers), as others

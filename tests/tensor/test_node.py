@@ -1,5 +1,7 @@
 """`lowp::quantize`, a quantizer as one node of a graph that is compiled for a CPU: the bits of eager code, and one node."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -66,11 +68,8 @@ def test_one_node_in_the_graph():
 
 def test_a_batch_rounds_as_its_elements():
     noise = lowp.Noise(1, torch.tensor(2), 3)
-    for fmt, rounding, seed in (("e4m3fn", "nearest", None), ("mxfp4", "stochastic", noise)):
-
-        def rounded(x, fmt=lowp.format(fmt), rounding=rounding, seed=seed):
-            return quantize_as_node(x, fmt, rounding, seed)
-
+    for fmt, rounding, seed in ((lowp.format("e4m3fn"), "nearest", None), (lowp.format("mxfp4"), "stochastic", noise)):
+        rounded = partial(quantize_as_node, format=fmt, rounding=rounding, noise=seed)
         same(torch.func.vmap(rounded, in_dims=1)(X), torch.stack([rounded(column) for column in X.t()]))
 
 
