@@ -23,8 +23,9 @@ $(READY): $(RUNS)
 demo: $(RUNS)
 	$(BIN)/lowp demo
 
+# Passive: threads that wait do not take the other worker's core.
 test: setup
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal  # threads that wait do not take the other worker's core
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: setup
 	$(BIN)/pytest -m slow --timeout 3600
