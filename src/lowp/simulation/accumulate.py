@@ -65,19 +65,8 @@ def _linear(options: Options, input: Tensor, weight: Tensor, bias: Tensor | None
     return linear(input, weight, bias, **options)
 
 
-def _conv2d(
-    options: Options,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    batch = input if input.dim() == 4 else input.unsqueeze(0)
-    result = conv2d(batch, weight, bias, stride, padding, dilation, groups, **options)
-    return result if input.dim() == 4 else result.squeeze(0)
+def _conv2d(options: Options, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return conv2d(input, *args, **kwargs, **options)
 
 
 def _conv1d(
@@ -91,9 +80,9 @@ def _conv1d(
     groups: int = 1,
 ) -> Tensor:
     """A convolution of images one pixel high."""
-    image = input.unsqueeze(-2)
     pads = padding if isinstance(padding, str) else (0, _single(padding))
-    result = _conv2d(options, image, weight.unsqueeze(-2), bias, (1, _single(stride)), pads, (1, _single(dilation)), groups)
+    geometry = (1, _single(stride)), pads, (1, _single(dilation)), groups
+    result = conv2d(input.unsqueeze(-2), weight.unsqueeze(-2), bias, *geometry, **options)
     return result.squeeze(-2)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowp.simulation.layers import OFF, ROLES, SUMS, Layer
+from lowp.simulation.layers import OFF, SUMS, Layer
 from lowp.simulation.modules import LAYER
 
 _UNKNOWN = "?"  # how many elements an output has, before the model has run
@@ -97,7 +97,7 @@ def _class_name(model: nn.Module) -> str:
 
 
 def _rows(layer: Layer) -> list[Described]:
-    rows = [_row(layer, role) for role in ROLES if role in layer.roles]
+    rows = [_row(layer, role) for role in layer.tensor_roles]
     if SUMS in layer.roles:
         arithmetic = OFF if layer.arithmetic is None else str(layer.arithmetic)
         rows.append(Described(layer.name, layer.kind.__name__, SUMS, arithmetic, "none", layer.elements.get("activations")))

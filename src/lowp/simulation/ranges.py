@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.simulation.layers import ROLES, Layer
+from lowp.simulation.layers import Layer
 
 Agree = Callable[[Tensor], Tensor]
 _NOT_SEEN = -1.0
@@ -28,7 +28,7 @@ class Ranges:
     """The rows of one simulation."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
-        self._places = [(layer, role) for layer in layers for role in ROLES if role in layer.roles]
+        self._places = [(layer, role) for layer in layers for role in layer.tensor_roles]
         self._rows = [layer.places(role) for layer, role in self._places]
         self._step = 0  # that `seen` belongs to
         self._history: Tensor | None = None  # [rows, steps], the latest first

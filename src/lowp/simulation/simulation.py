@@ -210,7 +210,7 @@ class Simulation:
         return found
 
     def _places(self) -> list[tuple[Layer, str]]:
-        return [(layer, role) for layer in self.layers for role in ROLES if role in layer.roles]
+        return [(layer, role) for layer in self.layers for role in layer.tensor_roles]
 
     def overflow_counts(self) -> Tensor:
         """How often each layer's roles have overflowed here since `overflowed` was asked: a rank's own, to be saved with it."""

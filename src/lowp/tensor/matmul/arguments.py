@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.matmul.arithmetic import Arithmetic, name_of
+from lowp.tensor.matmul.keys import signed
 from lowp.tensor.noise import Noise
 
 Seed = int | Tensor | Noise
@@ -48,12 +49,5 @@ def noise_parts(seed: Seed) -> tuple[list[int], Tensor | None, Tensor | None]:
     """Seed, step, stream and offset as numbers, and the first two as tensors where they are."""
     noise = seed if isinstance(seed, Noise) else Noise(seed)
     tensors = [part if isinstance(part, Tensor) else None for part in (noise.seed, noise.step)]
-    numbers = [
-        0 if isinstance(part, Tensor) else _signed(part) for part in (noise.seed, noise.step, noise.stream, noise.offset)
-    ]
+    numbers = [0 if isinstance(part, Tensor) else signed(part) for part in (noise.seed, noise.step, noise.stream, noise.offset)]
     return numbers, *tensors  # type: ignore[return-value]
-
-
-def _signed(number: int) -> int:
-    """64 bits as a graph holds them."""
-    return number - (1 << 64) if number >= 1 << 63 else number

@@ -213,9 +213,8 @@ class Kernel:
     def __call__(self, job: Job, uniforms: Tensor) -> Tensor:
         result = torch.empty(job.shape, dtype=self._steps.result_dtype)
         a, b, bias, out = job.a, job.b, job.bias, result
-        if (
-            job.columns < self._lanes and job.columns < job.rows
-        ):  # (A B)^T = B^T A^T, product by product: vectors along the rows
+        if job.columns < self._lanes and job.columns < job.rows:
+            # (A B)^T = B^T A^T, product by product: vectors along the rows
             a, b, bias, out = b.mT, a.mT, None if bias is None else bias.mT, result.mT
         keys = job.keys(self._steps)
         starts = [offsets(x) for x in (a, b, bias)]  # named, so that they live while the kernel runs

@@ -30,7 +30,7 @@ def keys_of(noise: Noise, part: int, roundings: int, elements: int, device: torc
     there = device if isinstance(noise.seed, Tensor) or isinstance(noise.step, Tensor) else torch.device("cpu")
     numbers = torch.arange(roundings, dtype=torch.int64, device=there)
     firsts = (numbers + (_PARTS + part * _BLOCK)) * _BLOCK + noise.offset
-    streams = torch.full_like(numbers, _signed(noise.stream))
+    streams = torch.full_like(numbers, signed(noise.stream))
     seed, step = (_words(number, there) for number in (noise.seed, noise.step))
     columns = key_columns(seed, step, streams, firsts)
     return torch.stack([column.expand(roundings) for column in columns], dim=1).to(device, non_blocking=True)
@@ -44,5 +44,6 @@ def _words(number: "int | Tensor", device: torch.device) -> list:
     return words_of(number.reshape(()).to(device=device, dtype=torch.int64) if isinstance(number, Tensor) else number)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
+    """64 bits as torch and graphs hold them."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -135,7 +135,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple:
     of_a = of_b = of_bias = None
     if ctx.needs_input_grad[0]:
         of_a = _gradient_of_first(gradient, a, b, rest, keys.FIRST)
-    if ctx.needs_input_grad[1]:  # (A B)^T = B^T A^T
+    if ctx.needs_input_grad[1]:
         of_b = _gradient_of_second(gradient, a, b, rest, keys.SECOND)
     if ctx.needs_input_grad[2]:
         of_bias = bias_gradient(gradient.flatten(0, -2), *rest)

@@ -149,10 +149,10 @@ class Kernel:
     def launch(self, job: Job, out: Tensor, uniforms: Tensor, chosen: Tensor, own: int) -> None:
         """Nothing happens unless the kernel is the chosen one."""
         a, b, bias = job.a, job.b, job.bias
-        starts = [torch.from_numpy(offsets(x)).to(job.device, non_blocking=True) for x in (a, b, a if bias is None else bias)]
+        last = a if bias is None else bias  # an argument that is not looked at where there is no bias
+        starts = [torch.from_numpy(offsets(x)).to(job.device, non_blocking=True) for x in (a, b, last)]
         rows, columns = self._tile(job.columns)
         tiles = math.prod(job.batch) * -(-job.rows // rows) * -(-job.columns // columns)
-        last = a if bias is None else bias
         self._run[(tiles,)](
             *(a, starts[0], a.stride(-2), a.stride(-1), b, starts[1], b.stride(-1), b.stride(-2)),
             *(last, starts[2], last.stride(-2), last.stride(-1), out, job.rows, job.columns, job.depth),
