@@ -93,6 +93,18 @@ def test_float32_lanes_are_right_where_they_say_so(accumulate, rounding):
     assert used or (accumulate, rounding) == ("bf16", "up")  # which overflows elsewhere than float32
 
 
+def test_a_quire_is_exact_in_any_number_of_bins():
+    """More bins than numbers reach up to, too."""
+    arithmetic = Arithmetic(accumulate="posit16_1", quire=True)
+    a = torch.tensor([[2.0**80, 1.0, -(2.0**80), 2.0**-10], [3.0, -(2.0**80), 0.125, 2.0**80]])
+    job = Job(a, torch.ones(4, 1), None, arithmetic, lowp.Noise(0), 0)
+    operands = job.operands()
+    enough = [i for i, choice in enumerate(choices(arithmetic)) if choice.condition is None or choice.condition(operands)]
+    assert len(enough) > 2
+    for which in enough:
+        assert in_lanes(job, operands, which).flatten().tolist() == [1 + 2.0**-10, 3.125], which
+
+
 def test_a_tie_with_something_tiny_beside_it_needs_sums_to_odd():
     """1.125 * 2^8 lies between two numbers of e5m2, and 2^-16 decides; float32 has no room for both."""
     a, b = torch.tensor([[2.0**-16, 1.125 * 2.0**4]]), torch.tensor([[1.0], [2.0**4]])

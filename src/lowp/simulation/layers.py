@@ -66,7 +66,8 @@ class Layer:
     number: int
     lineage: tuple[tuple[str, type], ...]  # names and classes: its own, and those of the modules around it
     roles: frozenset[str]  # those that it has
-    owned: frozenset[str]  # the parameters whose gradients it rounds: of a tied one, the first layer is the owner
+    owned: frozenset[str]  # the parameters whose gradients it rounds: of one that layers share, the first of them is the owner
+    shared: frozenset[str]  # the parameters that other layers have as well
     has_matrix: bool
     channel_axis: int | None  # of its outputs, where its class says which
     parameters: int
@@ -120,13 +121,13 @@ class Layer:
                 if tensor.device != device:
                     tensors[role] = tensor.to(device)
 
-    def weight(self, parameter: Tensor, place: int, rounds_gradient: bool = False) -> Tensor:
-        """A parameter as the forward pass sees it. Where no hook can round its gradient, that of this use is."""
+    def weight(self, parameter: Tensor, place: int, rounds_gradient: bool) -> Tensor:
+        """A parameter as the forward pass sees it, whose gradient by this use is rounded, or left to a hook."""
         behind = self._target("gradients", parameter, place) if rounds_gradient else None
         return passed(parameter, self._target("weights", parameter, place), behind)
 
     def gradient(self, gradient: Tensor, place: int) -> Tensor | None:
-        """A parameter's gradient as it is accumulated; None (for autograd: as it is) if that is not rounded."""
+        """The gradient of a parameter that layers share, by all uses; None (for autograd: as it is) if it is not rounded."""
         target = self._target("gradients", gradient, place)
         return None if target is None else target(gradient)
 

@@ -5,8 +5,9 @@
   The parameter stays where it was, so `named_parameters`, `state_dict`, optimizers and DDP see it, in full precision and
   under its own name: that is what `torch.nn.utils.parametrize`, which does the same otherwise, would change.
 - `forward` rounds what it returns.
-- Gradients are rounded by a hook on the parameter, which autograd calls once with the sum over all uses. A parameter that is
-  replaced hands its hook on to the one that takes its place.
+- A parameter's gradient is rounded on its way back from the rounded value: where the layer has computed it, and in compiled
+  code where it can be fused. Of a parameter that several layers share the sum counts, which only a hook on the parameter sees.
+  One that is replaced hands its hook on to the one that takes its place.
 - What would go around all this (a new `forward`, a parametrization, a parameter of a new name) is refused.
 
 Swapping parameters for the time of `forward` was the other way. It loses uses from outside, and leaves a half-swapped module
@@ -103,8 +104,8 @@ def _hook_gradients(module: nn.Module) -> None:
 
 
 def _hook_gradient(layer: Layer, name: str, place: int, parameter: Tensor) -> None:
-    """Round the gradient of a parameter, or of what stands in its place, unless some layer does already."""
-    if name not in layer.owned or parameter in layer.simulation.hooks:
+    """Round the gradient of a parameter that layers share, or of what stands in its place, unless one does already."""
+    if name not in layer.owned & layer.shared or parameter in layer.simulation.hooks:
         return
     needed = parameter.requires_grad
     # A hook stays on a tensor that is frozen; it can only not be put there.
@@ -218,12 +219,14 @@ def _rounded_parameter(name: str, place: int) -> Any:
         if parameter is None:
             return None
         layer: Layer = self._lowp_layer  # type: ignore[assignment]
+        is_shared = name in layer.shared
         if torch.compiler.is_compiling():
-            return layer.weight(parameter, place)
-        is_transformed = torch._C._functorch.is_functorch_wrapped_tensor(parameter)  # by torch.func, which knows no hooks
-        if parameter.requires_grad and not is_transformed:
+            return layer.weight(parameter, place, rounds_gradient=not is_shared)
+        if is_shared and torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+            is_shared = False  # torch.func knows no hooks: of each use
+        elif is_shared and parameter.requires_grad:
             _hook_gradient(layer, name, place, parameter)  # somebody may have put another one there
-        rounded = layer.weight(parameter, place, rounds_gradient=is_transformed)
+        rounded = layer.weight(parameter, place, rounds_gradient=not is_shared)
         return rounded if rounded is parameter or layer.simulation.computing else guarded(rounded)
 
     return property(get)

@@ -29,7 +29,7 @@ UNKNOWN = "the scale"  # followed by "of the weights of layer 'fc'"
 _ONE_KEY = 1 << 30  # elements
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # no hash of its own: torch 2.11 takes one of what it traces a call of, before it is filled
 class Target:
     """What becomes of a tensor: its format, and how it gets there."""
 

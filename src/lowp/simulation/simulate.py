@@ -9,7 +9,8 @@ Roles are tensors that narrow hardware would hold in memory:
 - weights: parameters as the forward pass sees them (the optimizer has them in full precision; gradients pass straight through);
 - activations: outputs of the modules that compute, which are all leaves but those that only move numbers, and attention;
 - errors: the gradients of those activations;
-- gradients: of parameters, rounded once for every backward pass, when they are accumulated;
+- gradients: of parameters, as each layer's backward pass computes them. (A layer that is called several times in a pass adds up
+  rounded ones. Of a parameter that several layers share, the sum is rounded.)
 
 and one that it would not:
 
@@ -19,6 +20,7 @@ What a module computes inside (an LSTM's gates, attention's scores) and what is 
 operations (the addition of a residual) is not rounded until the next module returns it.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import count
 
@@ -152,6 +154,7 @@ def _root(model: nn.Module, module: nn.Module, layer: Layer) -> nn.Module:
 def _layers_of(model: nn.Module, simulation: Simulation) -> list[tuple[nn.Module, Layer | None, bool]]:
     """Every module, the layer that it is (None: it has no role), and whether its output is an activation."""
     kinds = {name: type(module) for name, module in model.named_modules()}
+    holders = Counter(id(value) for module in model.modules() for value in module._parameters.values())
     owners: set[int] = set()
     numbers = count()
     found: list[tuple[nn.Module, Layer | None, bool]] = []
@@ -168,6 +171,7 @@ def _layers_of(model: nn.Module, simulation: Simulation) -> list[tuple[nn.Module
                 lineage=_lineage(name, kinds),
                 roles=_roles(bool(own), bool(owned), rounds_output, rounds_output and sums_products(module)),
                 owned=owned,
+                shared=frozenset(key for key, value in own.items() if holders[id(value)] > 1),
                 has_matrix=any(value.dim() > 1 for value in own.values()),
                 channel_axis=channel_axis(module),
                 parameters=len(module._parameters),

@@ -74,7 +74,7 @@ class Simulation:
         self.ranges = Ranges(())
         self.calibrating = False
         self.computing = 0  # how many forward passes of torch's own modules are under way (see weights.py)
-        self.hooks: Any = WeakTensorKeyDictionary()  # of the parameters whose gradients are rounded: layer and handle
+        self.hooks: Any = WeakTensorKeyDictionary()  # of the parameters that layers share: layer and handle
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._settings = _Settings(dict.fromkeys((*ROLES, SUMS)), dict.fromkeys(ROLES, NONE), (), False, {})
         self._step = self._rank = 0
@@ -87,7 +87,7 @@ class Simulation:
         vars(self).update(state, hooks=WeakTensorKeyDictionary(), _model=None)
 
     def unhook(self, layers: Collection[Layer]) -> None:
-        """Round the gradients of these layers no more: of the parameters that they have, and of those that they had."""
+        """Round the gradients of parameters that these layers share no more: of those that they have, and of those they had."""
         for parameter, (layer, hook) in list(self.hooks.items()):
             if layer in layers:
                 hook.remove()

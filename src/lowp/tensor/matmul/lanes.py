@@ -194,8 +194,8 @@ def cuts(arithmetic: Arithmetic, of: Operands, bins: int, device: torch.device) 
     """The numbers at which a quire's bins cut: 1.5 * 2^52 times the unit of each but the lowest."""
     low = torch.as_tensor(_span(arithmetic, of)[0], device=device).clamp(-400, 400)  # without addends, anywhere
     units = low + bin_width(of.addends) * torch.arange(1, bins, device=device)
-    bits = (units + (52 + F64.bias) << F64.fraction_bits) + (1 << (F64.fraction_bits - 1))
-    return bits.clamp(max=F64.infinity - 1).view(torch.float64)  # above the largest addend: all go below
+    fields = (units + 52 + F64.bias).clamp(max=2 * F64.bias)  # those above the largest addend: nothing gets that high
+    return ((fields << F64.fraction_bits) + (1 << (F64.fraction_bits - 1))).view(torch.float64)
 
 
 @lru_cache(maxsize=256)
