@@ -302,6 +302,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one turn, at least one step")
     parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cases of this dtype")
     parser.add_argument(
         "--contenders", nargs="+", metavar="NAME", help="how their names begin; plain, compiled is always there"
     )
@@ -315,7 +316,9 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
     torch.backends.cudnn.allow_tf32 = True
     cases = [
-        case for case in cases_for(options.device, options.quick) if not options.only or re.search(options.only, case.name)
+        case
+        for case in cases_for(options.device, options.quick)
+        if re.search(options.only or "", case.name) and options.dtype in (None, _short(case.dtype))
     ]
     facts = facts_of(options.device)
     built = build_eager_kernels(options.device, {case.dtype for case in cases})

@@ -16,6 +16,7 @@ OPTIONS = (
     {"accumulate": "fp16", "kahan": True, "chunk": 8},
     {"accumulate": "bf16", "rounding": "down"},
     {"accumulate": "posit8"},
+    {"accumulate": "posit8_1"},  # one column: see posit.rank
     {"accumulate": "posit16_1", "quire": True},
     {"accumulate": "fixed8.8", "approximate": "integer_add"},
     {"accumulate": "nf4"},
@@ -41,13 +42,19 @@ def numbers(*shape: int, scale: float = 1.0, format: str | None = "e5m2") -> tor
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_products_have_the_bits_of_the_cpu(options):
     """Tails, a broadcast batch, and numbers that lead to each of the lanes."""
-    for left, right in (((1, 1), (1, 1)), ((3, 17), (17, 65)), ((65, 3), (3, 1)), ((2, 1, 70, 33), (3, 33, 300))):
+    for left, right in (
+        ((1, 1), (1, 1)),
+        ((3, 17), (17, 65)),
+        ((65, 3), (3, 1)),
+        ((128, 96), (96, 1)),
+        ((2, 1, 70, 33), (3, 33, 300)),
+    ):
         for scale, format in ((1.0, "e5m2"), (1e3, "e5m2"), (1.0, None), (1e-30, None)):
             a, b = numbers(*left, scale=scale, format=format), numbers(*right, scale=scale, format=format)
             assert same(matmul(a.cuda(), b.cuda(), **options).cpu(), matmul(a, b, **options)), (left, right, scale, format)
 
 
-@pytest.mark.parametrize("options", OPTIONS[1:6], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[1:7], ids=str)
 def test_gradients_have_the_bits_of_the_cpu(options):
     found = []
     for device in ("cpu", "cuda"):

@@ -7,7 +7,7 @@ import torch
 
 import lowp
 from lowp.formats import FORMATS
-from lowp.tensor.node import quantize_as_node, suits
+from lowp.tensor.node import quantize_as_node
 
 # torch's compiler warns about itself while it is imported
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning")
@@ -71,7 +71,3 @@ def test_a_batch_rounds_as_its_elements():
     for fmt, rounding, seed in ((lowp.format("e4m3fn"), "nearest", None), (lowp.format("mxfp4"), "stochastic", noise)):
         rounded = partial(quantize_as_node, format=fmt, rounding=rounding, noise=seed)
         same(torch.func.vmap(rounded, in_dims=1)(X), torch.stack([rounded(column) for column in X.t()]))
-
-
-def test_it_is_for_compilers_alone():
-    assert not suits(X)

@@ -21,7 +21,7 @@ from lowp.simulation.scales import aps_shift, carrier_of, fitting_shift, largest
 from lowp.tensor import node
 from lowp.tensor.carrier import CARRIERS, last_step
 from lowp.tensor.core import quantize_operation
-from lowp.tensor.dynamo import in_graph, teach_dynamo
+from lowp.tensor.dynamo import in_graph, is_exporting, teach_dynamo
 from lowp.tensor.noise import KEY_SIZE, Noise, key_tensor
 from lowp.tensor.ops import quantize
 
@@ -64,7 +64,9 @@ class Target:
                 maximum = torch.where(bound > 0, bound.to(maximum.dtype), maximum)
         key = () if self.noise is None else (self.noise.seed, self.noise.step, self.noise.stream)
         counts = self.overflows is not None
-        rounded, left = _round(x, maximum, self.format, self.rounding, self.scale, self.saturates, counts, *key)
+        # An exported program has to do without lowp's operators.
+        as_node = torch.compiler.is_dynamo_compiling() and not is_exporting()
+        rounded, left = _round(x, maximum, self.format, self.rounding, self.scale, self.saturates, counts, as_node, *key)
         if self.overflows is not None:
             self.overflows.add_(left)
         return rounded
@@ -95,17 +97,25 @@ class _Passage(torch.autograd.Function):
 
 @in_graph
 def _round(
-    x: Tensor, maximum: Tensor | None, format: str, rounding: str, scale: str, saturates: bool, counts: bool, *key: Any
+    x: Tensor,
+    maximum: Tensor | None,
+    format: str,
+    rounding: str,
+    scale: str,
+    saturates: bool,
+    counts: bool,
+    as_node: bool,
+    *key: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`x` rounded to the format's grid where its scale puts it, and how many finite numbers left the range if that `counts`."""
     fmt, noise = parse_format(format), Noise(*key) if key else None
     if scale == "none":
-        rounded = _round_as_it_is(x, fmt, rounding, noise)
+        rounded = _round_as_it_is(x, fmt, rounding, noise, as_node)
         return rounded, _overflows(x.detach(), rounded, fmt, saturates) if counts else None
     up, down = _powers(maximum, fmt, scale)
     scaled = x.detach().to(carrier_of(x).dtype) * up
     inside = torch.where(scaled.isinf(), scaled, scaled.clamp(-fmt.max, fmt.max)) if saturates else scaled
-    rounded = _round_as_it_is(inside, fmt, rounding, noise)
+    rounded = _round_as_it_is(inside, fmt, rounding, noise, as_node)
     return (rounded * down).to(x.dtype), _overflows(scaled, rounded, fmt, saturates) if counts else None
 
 
@@ -133,9 +143,9 @@ def _limit(fmt: AnyFormat, saturates: bool) -> float | None:
     return fmt.max + last_step(fmt) / 2
 
 
-def _round_as_it_is(x: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | None) -> Tensor:
-    """`quantize`. In code compiled for a CPU it is one call (tensor/node.py), and so is its noise on a GPU (`_key_at`)."""
-    if node.suits(x):
+def _round_as_it_is(x: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | None, as_node: bool) -> Tensor:
+    """`quantize`. In compiled code it is one node where that is better (tensor/node.py); its noise is on a GPU (`_key_at`)."""
+    if as_node and node.suits(x, fmt, rounding):
         return node.quantize_as_node(x, fmt, rounding, noise)
     if isinstance(fmt, BlockFormat):
         return quantize(x, fmt, rounding, seed=noise).clone()  # of a view, which autograd refuses to change in place

@@ -189,10 +189,15 @@ class Quantize(_Rounder):
             return _code_table(self.fmt, self.carrier.dtype), *super().tables
         return super().tables
 
+    def in_floats(self, stored: Tensor) -> Tensor:
+        """The same, where there is a `float_grid`: on a GPU the faster way."""
+        assert self.float_grid is not None
+        numbers = grids.nearest_in_floats(stored.view(self.dtype).to(torch.float32), self.float_grid)
+        return numbers.to(self.out_dtype).view(self.target.storage)
+
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
         if self.float_grid is not None and stored.device.type == "cuda":
-            numbers = grids.nearest_in_floats(stored.view(self.dtype).to(torch.float32), self.float_grid)
-            return numbers.to(self.out_dtype).view(self.target.storage)
+            return self.in_floats(stored)
         bits, noise = self._enter(stored, key)
         if self.grid is not None:
             result = grids.quantize(bits, self.grid, noise)

@@ -26,4 +26,10 @@ def teach_dynamo() -> bool:
     return True
 
 
-teach_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what assume_constant_result sets
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting()`, asked while Dynamo traces: torch 2.11 takes any tracing for an export."""
+    return torch.compiler.is_exporting()
+
+
+for _function in (teach_dynamo, is_exporting):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what assume_constant_result sets

@@ -1,12 +1,12 @@
-"""A quantizer as one node of a compiled graph: the operator `lowp::quantize`.
+"""A quantizer as one node of a compiled graph: `lowp::round` where each number counts for itself, else `lowp::quantize`.
 
-Elsewhere a compiler sees every operation of a quantizer and fuses them with their neighbours (inline.py). On a GPU that is what
-makes simulation free. On a CPU it takes minutes to compile: a GPT of four blocks, with quantizers on everything, 233 seconds of
-processor time where the plain model takes 41: inductor's C++ code generator walks through the 120 operations of a quantizer
+Otherwise a compiler sees every operation of a quantizer (inline.py). On a GPU it then fuses too little (pointwise.py), and
+takes four times as long to compile. On a CPU it takes minutes: a GPT of four blocks, with quantizers on everything, 233 seconds
+of processor time where the plain model takes 41: inductor's C++ code generator walks through the 120 operations of a quantizer
 eight times for every loop that it is part of. As one node each: 1.4 to 1.5 times the plain model's.
 
-A node is one call of the kernel that eager code runs, so that what is compiled has the bits of what is not. It costs one more
-reading and writing of the tensor and the call itself, which is most of it where tensors are small (docs/LOG.md).
+On a CPU a node is one call of the kernel that eager code runs. It costs one more reading and writing of the tensor and the call
+itself, which is most of it where tensors are small (docs/LOG.md). On a GPU inductor fuses `lowp::round` with its neighbours.
 
 Noise may come from a step that is a tensor: a number that changes would have the graph compiled again.
 """
@@ -18,23 +18,28 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
+from lowp.tensor.carrier import CARRIERS
+from lowp.tensor.inductor import tell_inductor
 from lowp.tensor.noise import Noise
 from lowp.tensor.ops import quantize
+from lowp.tensor.pointwise import pointwise
 
 _LIBRARY = torch.library.Library("lowp", "FRAGMENT")
-_LIBRARY.define(
-    "quantize(Tensor x, str format, str rounding, Tensor? step, int seed, int stream) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
-)
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout
+_LIBRARY.define("round(Tensor x, str format, str rounding) -> Tensor", tags=(*_TAGS, torch.Tag.pointwise))
+_LIBRARY.define("quantize(Tensor x, str format, str rounding, Tensor? step, int seed, int stream) -> Tensor", tags=_TAGS)
 
 
-def suits(x: Tensor) -> bool:
-    """Is a compiler looking, at a tensor on a CPU? (An exported program has to do without lowp.)"""
-    return x.device.type == "cpu" and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+def suits(x: Tensor, format: AnyFormat, rounding: str) -> bool:
+    """Is one node better than its operations, in a graph that is being compiled? On a GPU those that inductor can fuse are."""
+    return x.device.type == "cpu" or (x.dtype in CARRIERS and pointwise(str(format), rounding, x.dtype) is not None)
 
 
 def quantize_as_node(x: Tensor, format: AnyFormat, rounding: str, noise: Noise | None) -> Tensor:
     """`quantize(x, format, rounding, seed=noise)`, without an offset in the noise."""
+    tell_inductor()
+    if pointwise(str(format), rounding, x.dtype) is not None:
+        return torch.ops.lowp.round(x.detach(), str(format), rounding)
     if noise is None:
         return torch.ops.lowp.quantize(x.detach(), str(format), rounding, None, 0, 0)
     step = noise.step if isinstance(noise.step, Tensor) else torch.tensor(noise.step)
@@ -58,6 +63,11 @@ def _over_a_batch(info: Any, in_dims: tuple, x: Tensor, *how: Any) -> tuple[Tens
     return torch.stack([torch.ops.lowp.quantize(each, *how) for each in x.unbind(in_dims[0])]), 0
 
 
+_LIBRARY.impl("round", quantize, "CompositeExplicitAutograd")
+torch.library.register_fake("lowp::round", lambda x, *_: torch.empty_like(x), lib=_LIBRARY)
+torch.library.register_vmap(
+    "lowp::round", lambda info, in_dims, x, *how: (torch.ops.lowp.round(x, *how), in_dims[0]), lib=_LIBRARY
+)
 _LIBRARY.impl("quantize", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("lowp::quantize", _laid_out, lib=_LIBRARY)
 torch.library.register_vmap("lowp::quantize", _over_a_batch, lib=_LIBRARY)
