@@ -34,7 +34,8 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 SCALAR = {
     "mov": lambda a: a, "not": lambda a: ~a, "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "shl": lambda a, b: a << b,
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32), "shl": lambda a, b: a << b,
     "shr": lambda a, b: a >> b, "neg": lambda a: -a, "abs": np.abs, "cvt": np.rint, "max": np.maximum, "min": np.minimum,
 }  # fmt: skip
 COMPARE = {

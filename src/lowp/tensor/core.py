@@ -181,7 +181,7 @@ class Quantize(_Rounder):
         if self.dtype == torch.float64 or not is_grid(self.fmt) or not grid_fits(self.fmt, F32):
             return None
         constants = grids.grid(self.fmt, F32, self.mode, self.saturate)
-        return constants if constants.ties_in_floats else None
+        return constants if constants.suits_addition else None
 
     @property
     def tables(self) -> tuple[Table, ...]:

@@ -20,7 +20,7 @@ from lowp.formats import format as parse_format
 from lowp.tensor.carrier import CARRIERS, grid_fits
 from lowp.tensor.core import Quantize, quantize_operation
 from lowp.tensor.grid import nearest_in_floats
-from lowp.tensor.lists.trace import COMPARE, Element, Program, Statement, Value, trace
+from lowp.tensor.lists.trace import COMPARE, Element, Program, Statement, Value, fused, trace
 from lowp.tensor.ptx import assembly
 
 
@@ -70,7 +70,7 @@ def _by_assembly(operation: Quantize) -> Callable[[Any], Any]:
 def _assembly(operation: Quantize) -> str:
     constants = operation.float_grid
     assert constants is not None
-    return assembly(_traced(lambda x: nearest_in_floats(x, constants), torch.float32))
+    return assembly(fused(_traced(lambda x: nearest_in_floats(x, constants), torch.float32)))
 
 
 def _one_by_one(operation: Quantize) -> Callable[[Any], Any]:

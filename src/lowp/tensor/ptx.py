@@ -19,7 +19,7 @@ _INTEGERS = {
 }  # fmt: skip
 _FLOATS = {
     "add": "add.rn.f32", "sub": "sub.rn.f32", "mul": "mul.rn.f32", "neg": "neg.f32", "abs": "abs.f32",
-    "round": "cvt.rni.f32.f32", "floor": "cvt.rmi.f32.f32", "max": "max.NaN.f32", "min": "min.NaN.f32",
+    "fma": "fma.rn.f32", "round": "cvt.rni.f32.f32", "floor": "cvt.rmi.f32.f32", "max": "max.NaN.f32", "min": "min.NaN.f32",
 }  # fmt: skip
 _PREDICATES = {"and": "and.pred", "or": "or.pred", "xor": "xor.pred", "not": "not.pred"}
 _TABLES = {torch.int32: _INTEGERS, torch.float32: _FLOATS, torch.bool: _PREDICATES}

@@ -9,8 +9,6 @@ R(x + y) has to be ONE rounding of the exact sum, while a lane's own addition ro
 - *plainly*, where `lanes.py` proves that the lane's rounding does no harm.
 """
 
-import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -21,7 +19,7 @@ from lowp.formats.floats import FP32
 from lowp.tensor import grid as grids
 from lowp.tensor.carrier import F32, Carrier, is_grid
 from lowp.tensor.core import Quantize, Tables
-from lowp.tensor.table import Table, bits_of_number, number_of_bits
+from lowp.tensor.table import Table
 
 
 def sign_of_zero_down(total: Tensor, x: Tensor, y: Tensor, carrier: Carrier) -> Tensor:
@@ -48,85 +46,25 @@ class _Quantize(Quantize):
         return stored, key
 
 
-@dataclass(frozen=True)
-class _Nearest:
-    """Rounding to a grid to nearest by adding and taking away again a number so large that the lane cuts off what it should.
-
-    1. The binade of z, at least the lowest: 2^e. (For fixed point it is the lowest.)
-    2. z + c - c with c = 1.5 * 2^(F - m) * 2^e, F being the lane's fraction bits and m the format's: the sum's last bit is
-       worth 2^(e - m), the grid's step there, and the lane rounds to it, ties to even. 1.5 keeps the sum in c's binade for
-       both signs. The products being exact, printers make one instruction of each with its sum.
-    3. From the first magnitude that overflows on: what the format makes of it. (c may be infinite there; NaN fails the
-       comparison.)
-    4. The sign back, which zeros have lost.
-
-    Eight instructions; `grids.quantize`, in integers, takes some twenty.
-    """
-
-    carrier: Carrier
-    lowest: float | None  # binade; None: the only one
-    anchor: float  # c of the binade 2^0, or of the only one
-    first_over: float
-    over_bits: int
-    signed_zero: bool
-
-    def __call__(self, z: Tensor) -> Tensor:
-        c = self.carrier
-        bits = z.view(c.storage)
-        if self.lowest is None:
-            rounded = (z + self.anchor) - self.anchor
-        else:
-            binade = (bits & c.infinity).view(c.dtype).clamp(min=self.lowest)
-            rounded = (z + binade * self.anchor) + binade * -self.anchor
-        beyond, sign = z.abs() >= self.first_over, bits & c.sign
-        over = torch.full_like(bits, self.over_bits)
-        if self.signed_zero:
-            return (torch.where(beyond, over, rounded.view(c.storage)) | sign).view(c.dtype)
-        return torch.where(beyond, over | sign, rounded.view(c.storage)).view(c.dtype)
-
-
-def _nearest(fmt: Format, carrier: Carrier) -> _Nearest | None:
-    """For grids with a mantissa (without one, an even rank is not an even number of steps) whose c stays below infinity."""
-    if not is_grid(fmt):
-        return None
-    g = grids.grid(fmt, carrier, Rounding.NEAREST, False)
-    shift = g.dropped
-    top_field = max(g.max_bits >> carrier.fraction_bits, g.lowest_field)
-    if g.mantissa_bits == 0 or shift < 2 or top_field + shift > 2 * carrier.bias:
-        return None
-    largest = number_of_bits(g.max_bits, carrier)
-    tie = largest + math.ldexp(1.0, max(top_field, g.lowest_field) - carrier.bias - g.mantissa_bits - 1)
-    first_over = bits_of_number(tie, carrier) + (g.max_code % 2 == 0)  # a tie goes to the largest value where that is even
-    lowest = number_of_bits(g.lowest_field << carrier.fraction_bits, carrier)
-    anchor = math.ldexp(1.5, shift)
-    return _Nearest(
-        carrier=carrier,
-        lowest=None if g.fixed else lowest,
-        anchor=anchor * lowest if g.fixed else anchor,
-        first_over=number_of_bits(first_over, carrier),
-        over_bits=g.overflow_bits,
-        signed_zero=g.has_negative_zero,
-    )
-
-
 class Rounder:
     """One rounding to a format, of numbers in the lanes of a carrier: the bits of `lowp.quantize`."""
 
     def __init__(self, fmt: Format, mode: Rounding, carrier: Carrier) -> None:
         self.is_lane = fmt == FP32 and carrier is F32  # the lane's own rounding was it
-        self._nearest = _nearest(fmt, carrier) if mode is Rounding.NEAREST else None
+        constants = grids.grid(fmt, carrier, mode, False) if is_grid(fmt) else None
+        self._in_floats = constants if constants is not None and constants.suits_addition else None
         self._quantize = _Quantize(fmt, carrier.dtype, mode, False, carrier.dtype)
         self._carrier = carrier
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        return () if self.is_lane or self._nearest is not None else self._quantize.tables
+        return () if self.is_lane or self._in_floats is not None else self._quantize.tables
 
     def __call__(self, z: Tensor, tables: Tables, noise: Tensor | None) -> Tensor:
         if self.is_lane:
             return z
-        if self._nearest is not None:
-            return self._nearest(z)
+        if self._in_floats is not None:
+            return grids.nearest_in_floats(z, self._in_floats)
         return self._quantize(z.view(self._carrier.storage), tables, noise).view(self._carrier.dtype)
 
 
