@@ -26,16 +26,15 @@ from lowp.tensor.ptx import assembly
 
 @lru_cache(maxsize=4096)
 def pointwise(format: str, rounding: str, dtype: torch.dtype) -> Quantize | None:
-    """The quantizer, if every result depends on its own number alone: without tables and without noise."""
+    """The quantizer, if every result depends on its own number alone: without blocks and without noise."""
     fmt = parse_format(format)
     if isinstance(fmt, BlockFormat) or rounding == "stochastic":
         return None
-    operation = quantize_operation(fmt, dtype, rounding, False, dtype)
-    return None if operation.tables else operation
+    return quantize_operation(fmt, dtype, rounding, False, dtype)
 
 
 def lowered(x: Any, operation: Quantize) -> Any:
-    """Inductor's picture of the rounded tensor, from that of the tensor."""
+    """Inductor's picture of the rounded tensor, from that of the tensor; for operations without tables."""
     from torch._inductor import ir
 
     load = x.make_loader()

@@ -212,9 +212,9 @@ def _machine() -> str:
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, ctypes.c_long, *[ctypes.c_void_p] * 6, *[ctypes.c_long] * 2)
 
 
-def build(text: str, arguments: Sequence[Any] = _ARGUMENTS) -> Any:
+def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str] = ()) -> Any:
     """Compile and load `run`; what was compiled before on this kind of machine is found again."""
-    command = [compiler(), *_FLAGS]
+    command = [compiler(), *_FLAGS, *flags]
     name = hashlib.sha256("\0".join([text, _machine(), *command]).encode()).hexdigest()[:32]
     library = cache_folder() / f"{name}.so"
     if not library.exists():
