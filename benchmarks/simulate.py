@@ -2,6 +2,7 @@
 
     python benchmarks/simulate.py                      ResNet-18 and a GPT on the CPU
     python benchmarks/simulate.py --device cuda        larger batches, float32 (TF32) and bfloat16
+    python benchmarks/simulate.py --device cuda --mode reduce-overhead    as CUDA graphs
     python benchmarks/simulate.py --quick              two rounds of small models: does it run?
     python benchmarks/simulate.py --only gpt --contenders plain simulated --rounds 9
 
@@ -101,7 +102,9 @@ def _generator() -> torch.Generator:
 Stepper = Callable[[], None]
 
 
-def stepper(case: Case, device: str, compiled: bool, prepare: Callable[[nn.Module, Any], Any]) -> Stepper:
+def stepper(
+    case: Case, device: str, compiled: bool, prepare: Callable[[nn.Module, Any], Any], mode: str = "default"
+) -> Stepper:
     """One training step. `prepare(model, optimizer)` makes the model simulated, and gives the optimizer to use."""
     with torch.random.fork_rng():  # models initialise from the global generator
         torch.manual_seed(0)
@@ -114,9 +117,11 @@ def stepper(case: Case, device: str, compiled: bool, prepare: Callable[[nn.Modul
     def loss_of(inputs: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model(inputs).flatten(0, -2).float() if case.name == "gpt" else model(inputs).float(), labels)
 
-    run = torch.compile(_with_code_of_its_own(loss_of)) if compiled else loss_of
+    run = torch.compile(_with_code_of_its_own(loss_of), mode=mode) if compiled else loss_of
 
     def step() -> None:
+        if mode != "default":
+            torch.compiler.cudagraph_mark_step_begin()
         run(inputs, labels).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -237,7 +242,7 @@ def compare(case: Case, options: argparse.Namespace, missing: dict[str, str]) ->
         if name != BASE and options.contenders and not any(name.startswith(each) for each in options.contenders):
             continue
         try:
-            step = stepper(case, options.device, compiled, prepare)
+            step = stepper(case, options.device, compiled, prepare, options.mode)
             rows[name] = first_steps(step, options.device)
         except Exception as error:  # a peer that does not build, or a compiler that gives up on it: say so and go on
             if "QPyTorch" not in name:
@@ -255,7 +260,7 @@ def compare(case: Case, options: argparse.Namespace, missing: dict[str, str]) ->
             rows[name]["cpu_ms"].append(used)
     steps.clear()
     gc.collect()
-    return {"case": case.name, "dtype": _short(case.dtype), "batch": case.batch, "contenders": rows}
+    return {"case": case.name, "dtype": _short(case.dtype), "batch": case.batch, "mode": options.mode, "contenders": rows}
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -266,7 +271,8 @@ def tables(found: list[dict[str, Any]], device: str) -> Iterator[str]:
     heads = ["contender", "first step, CPU s", "over plain", "kernels", "peak MiB", "step ms"]
     heads += ["over plain, compiled", "range", "by minima", "by processor time", ""]
     for case in found:
-        yield from ("", f"## {case['case']}, {case['dtype']}: {case['batch']}", "")
+        mode = "" if case["mode"] == "default" else f", compiled with mode={case['mode']!r}"
+        yield from ("", f"## {case['case']}, {case['dtype']}: {case['batch']}{mode}", "")
         base = case["contenders"][BASE]
         yield from table(heads, [_cells(name, row, base, device) for name, row in case["contenders"].items()])
 
@@ -305,6 +311,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cases of this dtype")
     parser.add_argument(
         "--contenders", nargs="+", metavar="NAME", help="how their names begin; plain, compiled is always there"
+    )
+    parser.add_argument(
+        "--mode", default="default", help="of torch.compile; with reduce-overhead (CUDA graphs) launching costs no time"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="2 short rounds of small models")

@@ -8,6 +8,7 @@ The operations themselves are traced (lists/trace.py) and handed to inductor, on
 are those of `nearest_in_floats`, else one by one.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -37,6 +38,9 @@ def lowered(x: Any, operation: Quantize) -> Any:
     """Inductor's picture of the rounded tensor, from that of the tensor; for operations without tables."""
     from torch._inductor import ir
 
+    if type(x.data) is ir.View:  # Rounded in the shape that it was computed in: places there are simpler to compute.
+        inside = lowered(ir.TensorBox(x.data.data), operation)
+        return ir.TensorBox(dataclasses.replace(x.data, data=inside.data))
     load = x.make_loader()
     in_assembly = operation.float_grid is not None and x.get_device().type == "cuda" and torch.version.hip is None
     rounded = _by_assembly(operation) if in_assembly else _one_by_one(operation)
