@@ -244,6 +244,26 @@ def test_gradients_are_rounded_once():
     assert [row.layer for row in simulation.formats() if row.role == "gradients"] == ["0"]
 
 
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # torch's compiler warns about itself
+def test_a_layer_called_twice_adds_up_rounded_gradients():
+    """As each call's backward pass computes them, compiled and not; no parameter needs a hook for it."""
+    model = nn.Linear(4, 4, bias=False)
+    x = X[0, 0, :, :4]
+    first, second = (x * scale for scale in (1.0, 0.3))
+    each = [torch.autograd.grad(model(part).square().sum(), model.weight)[0] for part in (first, second)]
+    simulate(model, gradients="e3m2fn")
+    assert not model._parameters["weight"]._backward_hooks
+
+    def loss():
+        return model(first).square().sum() + model(second).square().sum()
+
+    want = sum(lowp.quantize(gradient, "e3m2fn") for gradient in each)
+    for run_it in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        run_it().backward()
+        assert torch.equal(model._parameters["weight"].grad, want)
+
+
 def test_overflow_is_counted():
     model = nn.Sequential(Same(), nn.Linear(1, 1, bias=False))
     model[1].weight = nn.Parameter(torch.ones(1, 1))
