@@ -8,7 +8,7 @@
    quantizer beside what goes in, and what cannot be had without it: the sign of every activation.
 
 All reach into torch's insides. Where these are not as expected, things go on without: slower by a tenth to a third.
-(Inductor's caches of compiled graphs know nothing of what it is told here: a graph from before stays as it was.)
+(Inductor's cache of compiled graphs knows nothing of what it is told here, but lowp's version, which is in the graph.)
 """
 
 import math
@@ -39,7 +39,7 @@ def tell_inductor() -> None:
         return
 
 
-def _lowered(x: Any, format: str, rounding: str) -> Any:
+def _lowered(x: Any, format: str, rounding: str, version: str = "") -> Any:
     """`round` as inductor writes it down. What it cannot be told is left to the operator."""
     from torch._inductor.lowering import fallback_handler
 
@@ -49,7 +49,7 @@ def _lowered(x: Any, format: str, rounding: str) -> Any:
         result = None
     if result is not None:
         return result
-    return fallback_handler(torch.ops.lowp.round.default, add_to_fallback_set=False)(x, format, rounding)
+    return fallback_handler(torch.ops.lowp.round.default, add_to_fallback_set=False)(x, format, rounding, version)
 
 
 def _fused(x: Any, format: str, rounding: str) -> Any:

@@ -26,11 +26,13 @@ from lowp.tensor.inductor import tell_inductor
 from lowp.tensor.noise import Noise
 from lowp.tensor.ops import quantize
 from lowp.tensor.pointwise import pointwise
+from lowp.version import __version__
 
 _LIBRARY = torch.library.Library("lowp", "FRAGMENT")
 _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout
 # Not tagged as pointwise: inductor would then compute what is concatenated before it element by element, four times as slowly.
-_LIBRARY.define("round(Tensor x, str format, str rounding) -> Tensor", tags=_TAGS)
+# With lowp's version, so that inductor's cache of compiled graphs does not keep what an older one made of it.
+_LIBRARY.define("round(Tensor x, str format, str rounding, str version='') -> Tensor", tags=_TAGS)
 _LIBRARY.define("quantize(Tensor x, str format, str rounding, Tensor? step, int seed, int stream) -> Tensor", tags=_TAGS)
 
 
@@ -44,7 +46,7 @@ def quantize_as_node(x: Tensor, format: AnyFormat, rounding: str, noise: Noise |
     """`quantize(x, format, rounding, seed=noise)`, without an offset in the noise."""
     tell_inductor()
     if pointwise(str(format), rounding, x.dtype) is not None:
-        return torch.ops.lowp.round(x.detach(), str(format), rounding)
+        return torch.ops.lowp.round(x.detach(), str(format), rounding, __version__)
     if noise is None:
         return torch.ops.lowp.quantize(x.detach(), str(format), rounding, None, 0, 0)
     step = noise.step if isinstance(noise.step, Tensor) else torch.tensor(noise.step)
@@ -68,7 +70,7 @@ def _over_a_batch(info: Any, in_dims: tuple, x: Tensor, *how: Any) -> tuple[Tens
     return torch.stack([torch.ops.lowp.quantize(each, *how) for each in x.unbind(in_dims[0])]), 0
 
 
-_LIBRARY.impl("round", quantize, "CompositeExplicitAutograd")
+_LIBRARY.impl("round", lambda x, format, rounding, *_: quantize(x, format, rounding), "CompositeExplicitAutograd")
 torch.library.register_fake("lowp::round", lambda x, *_: torch.empty_like(x), lib=_LIBRARY)
 torch.library.register_vmap(
     "lowp::round", lambda info, in_dims, x, *how: (torch.ops.lowp.round(x, *how), in_dims[0]), lib=_LIBRARY
