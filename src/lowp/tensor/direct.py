@@ -11,7 +11,7 @@ For formats that are computed, not looked up, and roundings without noise; `quan
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from torch import Tensor
 from lowp.tensor import kernels
 from lowp.tensor.core import Quantize
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.trace import Element, fused, trace
+from lowp.tensor.lists.trace import fused
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 from lowp.tensor.ops import quantize
-from lowp.tensor.pointwise import pointwise
+from lowp.tensor.pointwise import pointwise, traced
 
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long)
 _CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def _build(what: _Direct, device: torch.device) -> Callable[..., Any]:
 def _text(operation: Quantize) -> str:
     """The operation on as many numbers at a time as a vector holds, chunk by chunk."""
     storage = operation.own.storage
-    program = fused(trace(lambda stored, *_: [_rounded(stored, operation)], [Element(storage)], 0, 0, [], _CPU))
+    program = fused(traced(partial(_rounded, operation=operation), storage))
     printer, scalar, vector = Printer(), SCALARS[storage], TYPES[storage]
     statements = [f"const {TYPES[s.result.dtype]} {s.result.name} = {printer.expression(s)};" for s in program.statements]
     lines = [

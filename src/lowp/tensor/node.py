@@ -30,7 +30,6 @@ from lowp.version import __version__
 
 _LIBRARY = torch.library.Library("lowp", "FRAGMENT")
 _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout
-# Not tagged as pointwise: inductor would then compute what is concatenated before it element by element, four times as slowly.
 # With lowp's version, so that inductor's cache of compiled graphs does not keep what an older one made of it.
 _LIBRARY.define("round(Tensor x, str format, str rounding, str version='') -> Tensor", tags=_TAGS)
 _LIBRARY.define("quantize(Tensor x, str format, str rounding, Tensor? step, int seed, int stream) -> Tensor", tags=_TAGS)

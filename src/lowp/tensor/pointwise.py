@@ -58,9 +58,9 @@ def _by_assembly(operation: Quantize) -> Callable[[Any], Any]:
 
     def stored(number: Any) -> Any:
         """16 bits as they are in memory: inductor computes with 32 and would forget to round."""
-        return number if dtype == torch.float32 else ops.to_dtype_bitcast(
-            ops.to_dtype_bitcast(number, storage, dtype), dtype, storage
-        )  # fmt: skip
+        if dtype == torch.float32:
+            return number
+        return ops.to_dtype_bitcast(ops.to_dtype_bitcast(number, storage, dtype), dtype, storage)
 
     def rounded(number: Any) -> Any:
         result = ops.inline_asm_elementwise(stored(number), asm=text, constraints="=r,r", dtype=torch.float32)
@@ -73,7 +73,7 @@ def _by_assembly(operation: Quantize) -> Callable[[Any], Any]:
 def _assembly(operation: Quantize) -> str:
     constants = operation.float_grid
     assert constants is not None
-    return assembly(fused(_traced(lambda x: nearest_in_floats(x, constants), torch.float32)))
+    return assembly(fused(traced(lambda x: nearest_in_floats(x, constants), torch.float32)))
 
 
 def _one_by_one(operation: Quantize) -> Callable[[Any], Any]:
@@ -92,12 +92,13 @@ def _one_by_one(operation: Quantize) -> Callable[[Any], Any]:
 
 @lru_cache(maxsize=4096)
 def _program(operation: Quantize) -> Program:
-    return _traced(
+    return traced(
         operation.in_floats if operation.float_grid is not None else partial(operation, tables=()), operation.own.storage
     )
 
 
-def _traced(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Program:
+def traced(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Program:
+    """A function of one tensor of that dtype, as a program."""
     return trace(lambda x, *_: [function(x)], [Element(dtype)], 0, 0, [], torch.device("cpu"))
 
 

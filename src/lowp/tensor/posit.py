@@ -42,7 +42,7 @@ def rank(magnitude: Tensor, negative: Tensor, shape: Shape, mode: Rounding) -> T
     carrier, fraction_bits, es = shape.carrier, shape.carrier.fraction_bits, shape.exponent_size
     inside = magnitude.clamp(shape.smallest_bits, shape.largest_bits - 1)
     # Exponent and fraction as one integer; the low exponent bits and the fraction are what follows the regime. (Not as
-    # (exponent - bias) >> es: of that ptxas before 13, in a thread that needs one of two results, makes nonsense.)
+    # (exponent - bias) >> es: of that ptxas 12, in a thread that needs one of two results, makes nonsense.)
     scaled = inside - (carrier.bias << fraction_bits)
     regime, tail = scaled >> (fraction_bits + es), scaled & ((1 << (fraction_bits + es)) - 1)
     run = torch.where(regime >= 0, regime + 2, 1 - regime)

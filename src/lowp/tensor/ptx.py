@@ -12,17 +12,10 @@ import torch
 
 from lowp.tensor.lists.trace import COMPARE, Program, Statement, Value
 
-_INTEGERS = {
-    "add": "add.s32", "sub": "sub.s32", "mul": "mul.lo.s32", "and": "and.b32", "or": "or.b32", "xor": "xor.b32",
-    "shl": "shl.b32", "shr": "shr.s32", "not": "not.b32", "neg": "neg.s32", "abs": "abs.s32", "max": "max.s32",
-    "min": "min.s32",
-}  # fmt: skip
-_FLOATS = {
-    "add": "add.rn.f32", "sub": "sub.rn.f32", "mul": "mul.rn.f32", "neg": "neg.f32", "abs": "abs.f32",
-    "fma": "fma.rn.f32", "round": "cvt.rni.f32.f32", "floor": "cvt.rmi.f32.f32", "max": "max.NaN.f32", "min": "min.NaN.f32",
-}  # fmt: skip
-_PREDICATES = {"and": "and.pred", "or": "or.pred", "xor": "xor.pred", "not": "not.pred"}
-_TABLES = {torch.int32: _INTEGERS, torch.float32: _FLOATS, torch.bool: _PREDICATES}
+# Those of `nearest_in_floats`, and their like
+_INTEGERS = {"and": "and.b32", "or": "or.b32", "max": "max.s32", "min": "min.s32"}
+_FLOATS = {"add": "add.rn.f32", "sub": "sub.rn.f32", "mul": "mul.rn.f32", "fma": "fma.rn.f32", "abs": "abs.f32"}
+_TABLES = {torch.int32: _INTEGERS, torch.float32: _FLOATS}
 
 
 def assembly(program: Program) -> str:
@@ -66,10 +59,9 @@ def _instructions(s: Statement, registers: dict[str, str], result: str) -> list[
             if bound is not None:
                 lines.append(f"{table[name]} {result}, {result if lines else arguments[0]}, {bound}")
         return lines
-    name, arguments = ("sub", arguments[::-1]) if s.operation == "rsub" else (s.operation, arguments)
-    if name not in table:
+    if s.operation not in table:
         raise NotImplementedError(f"{s.operation} of {s.operand} in assembly")
-    return [f"{table[name]} {result}, {', '.join(str(argument) for argument in arguments)}"]
+    return [f"{table[s.operation]} {result}, {', '.join(str(argument) for argument in arguments)}"]
 
 
 def _literal(number: Any, dtype: torch.dtype) -> str:
