@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow lint format bench bench-wire bench-optim bench-train bench-simulate readme clean
+.PHONY: setup demo test test-slow test-gpu lint format bench bench-wire bench-optim bench-train bench-simulate readme clean
 
 setup: $(READY)
 
@@ -29,6 +29,15 @@ test: setup
 
 test-slow: setup
 	$(BIN)/pytest -m slow --timeout 3600
+
+# On a machine with a CUDA device. Without network there: make test-gpu PYTEST="python3 -m pytest".
+ifdef PYTEST
+test-gpu:
+else
+test-gpu: PYTEST = $(BIN)/pytest
+test-gpu: setup
+endif
+	PYTHONPATH=src $(PYTEST) -m gpu -n 4
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """The same bits on a GPU as on the CPU: plain operations, kernels of both shapes, inlined in compiled functions. Run it there:
 
-PYTHONPATH=src python -m pytest tests/gpu -m gpu
+make test-gpu
 """
 
 import pytest
@@ -10,7 +10,11 @@ import lowp
 from lowp.formats import FORMATS, BlockFormat, Rounding, format
 from lowp.tensor.carrier import CARRIERS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+# torch's compilers warn about themselves.
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning"),
+]
 
 NUMBERS = [fmt for fmt in FORMATS if not isinstance(fmt, BlockFormat)]
 BLOCKS = [fmt for fmt in FORMATS if isinstance(fmt, BlockFormat)]

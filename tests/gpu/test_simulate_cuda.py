@@ -1,6 +1,6 @@
 """Simulated models on a GPU: the grid of every role, compiled equal to eager, and what compiling fuses. Run it there:
 
-PYTHONPATH=src python -m pytest tests/gpu/test_simulate_cuda.py -m gpu
+make test-gpu
 """
 
 import copy
@@ -14,7 +14,11 @@ from lowp.simulation import restore, simulate
 from lowp.train.models.gpt import gpt
 from lowp.train.models.resnet import resnet18
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+# torch's compilers warn about themselves.
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning"),
+]
 
 FORMATS = {"weights": "e4m3fn", "activations": "e4m3fn", "errors": "e5m2", "gradients": "e5m2"}
 DTYPES = [torch.float32, torch.bfloat16]

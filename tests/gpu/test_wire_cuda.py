@@ -1,8 +1,6 @@
 """The wire on a GPU: the same bytes as on the CPU, and the hooks over NCCL with one rank (all that one GPU can show)."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +14,13 @@ from lowp.wire.exchange import _all_largest, _largest
 from lowp.wire.payload import check_format
 from lowp.wire.reductions import REDUCTIONS
 from lowp.wire.scaling import SCALES
+from waiting import no_host_waits
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+# torch's compilers warn about themselves.
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning"),
+]
 
 
 def travels(fmt):
@@ -97,9 +100,8 @@ def test_largest_of_many_layers_sees_nan_and_infinity():
 
 @pytest.fixture(scope="module")
 def nccl():
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29517")
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # a port of its own: workers run side by side
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     yield
     dist.destroy_process_group()
 
@@ -172,7 +174,7 @@ def test_fsdp(nccl):
     handle.remove()
 
 
-def test_the_hook_works_on_a_side_stream_while_backward_computes(nccl, compiled_kernels):
+def test_the_hook_works_on_a_side_stream_while_backward_computes(nccl, compiled_kernels, tmp_path):
     from torch.profiler import ProfilerActivity, profile
 
     net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))).cuda()
@@ -181,17 +183,15 @@ def test_the_hook_works_on_a_side_stream_while_backward_computes(nccl, compiled_
     x = torch.randn(4096, 4096, device="cuda")
     for _ in range(4):
         ddp(x).square().mean().backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")  # the hook must not wait for the device
-    ddp(x).square().mean().backward()
-    torch.cuda.set_sync_debug_mode("default")
+    with no_host_waits():
+        ddp(x).square().mean().backward()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         ddp(x).square().mean().backward()
         torch.cuda.synchronize()
-    path = os.path.join(os.environ.get("OUT", "/tmp"), "overlap.json")
-    seen.export_chrome_trace(path)
-    kernels = [event for event in json.loads(Path(path).read_text())["traceEvents"] if event.get("cat") == "kernel"]
+    path = tmp_path / "overlap.json"
+    seen.export_chrome_trace(str(path))
+    kernels = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"]
     products = [
         e for e in kernels if "gemm" in e["name"].lower() or "cutlass" in e["name"].lower() or "nvjet" in e["name"].lower()
     ]

@@ -22,6 +22,7 @@ from lowp.train.data.layouts import read_cifar, read_idx
 from lowp.train.data.make_fashion14 import make, shrink
 from lowp.train.data.order import epoch_order, shares
 from lowp.train.data.sets import CIFAR_FILES, IMAGE_SETS, MNIST_FILES
+from waiting import no_host_waits
 
 CPU = torch.device("cpu")
 USER = "train.data_sets_of_a_user"
@@ -552,16 +553,12 @@ def test_the_embedded_set_can_be_made_again():
     ],
     ids=lambda choice: choice.name,
 )
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_gpu_gives_the_same_batches_without_waiting(monkeypatch, choice, ready):
     monkeypatch.setattr("lowp.train.data.images._READY_BYTES", 1 << 30 if ready else 0)
     requests = asked(*([step, 19, 3] for step in range(8)))
     expected = list(opened(choice, dtype=torch.float16).train.stream(requests))
     on_gpu = open_data(choice, device=torch.device("cuda"), dtype=torch.float16, directory=None).train
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_waits():
         found = list(on_gpu.stream(requests))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for ours, theirs in zip(found, expected, strict=True):
         assert all(a.device.type == "cuda" and a.cpu().equal(b) for a, b in zip(ours, theirs, strict=True))
