@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
+GPU_WORKERS ?= 8
 
 .PHONY: setup demo test test-slow test-gpu lint format bench bench-wire bench-optim bench-train bench-simulate readme clean
 
@@ -37,7 +38,7 @@ else
 test-gpu: PYTEST = $(BIN)/pytest
 test-gpu: setup
 endif
-	PYTHONPATH=src $(PYTEST) -m gpu -n 4
+	PYTHONPATH=src $(PYTEST) -m gpu -n $(GPU_WORKERS) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
