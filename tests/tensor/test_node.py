@@ -12,7 +12,7 @@ import lowp
 from lowp.formats import FORMATS
 from lowp.simulation.rounding import Target, passed
 from lowp.tensor.carrier import CARRIERS
-from lowp.tensor.direct import round_into
+from lowp.tensor.kernels import round_into
 from lowp.tensor.node import quantize_as_node
 
 # torch's compiler warns about itself while it is imported

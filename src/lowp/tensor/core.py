@@ -195,6 +195,13 @@ class Quantize(_Rounder):
         numbers = grids.nearest_in_floats(stored.view(self.dtype).to(torch.float32), self.float_grid)
         return numbers.to(self.out_dtype).view(self.target.storage)
 
+    def in_vectors(self, stored: Tensor, tables: Tables, key: Tensor | None) -> Tensor:
+        """The same, as is shortest where bits are seen as floats for nothing: in C++ with vectors."""
+        if self.dtype != torch.float32 or self.float_grid is None or self.out_dtype != self.dtype:
+            return self(stored, tables, key)
+        nan = (stored & self.own.magnitude) > self.own.infinity  # with its payload
+        return torch.where(nan, stored, self.in_floats(stored))
+
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
         if self.float_grid is not None and stored.device.type == "cuda":
             return self.in_floats(stored)

@@ -20,24 +20,57 @@ _EXAMPLE = (1 << 20) + 3  # elements: large, so that inductor chooses for large 
 class FlatFunction:
     """`sized` are the dtypes of the long arguments, `small` dtype and length of the others, `out` the result's dtype.
 
-    `looks_up`: the work is looking up, which the C++ compiler does with gather instructions if inductor leaves vectors to it.
+    A small argument of one element is a number (int32 or float32, at most one of each), a longer one is a table.
     """
 
     function: Callable[..., Tensor]
     sized: tuple[torch.dtype, ...]
     small: tuple[tuple[torch.dtype, int], ...]
     out: torch.dtype
-    looks_up: bool = False
 
     def __call__(self, sized: Sequence[Tensor], small: Sequence[Tensor], out: Tensor) -> None:
         """All of one length; `out` may be one of the arguments."""
         if out.numel() == 0:
             return
-        kernel = built(self, out.device, out.numel(), _compile)
+        kernel = built(self, out.device, out.numel(), _build)
         if kernel is None:
             out.copy_(self.function(*sized, *small))
         else:
             kernel([*sized, *small, out])
+
+
+def _build(what: FlatFunction, device: torch.device) -> Any:
+    return (_print_cpp if device.type == "cpu" else _compile)(what, device)
+
+
+def _print_cpp(what: FlatFunction, device: torch.device) -> Any:
+    """On a CPU: as C++ (lists/flat.py). The result takes what inductor's takes."""
+    from lowp.tensor.lists import flat
+
+    count = len(what.sized)
+    tables = [place for place, (_, length) in enumerate(what.small) if length > 1]
+    numbers = [place for place, kind in enumerate(what.small) if kind == (torch.int32, 1)]
+    scalars = [place for place, kind in enumerate(what.small) if kind == (torch.float32, 1)]
+    assert len(tables) + len(numbers) + len(scalars) == len(what.small), "a number is an int32 or a float32"
+    assert max(len(numbers), len(scalars)) <= 1, "one of each at most"
+
+    def function(*arguments: Any) -> Tensor:
+        *sized, own, shared, looked_up = arguments
+        small: list[Any] = [None] * len(what.small)
+        for places, found in ((numbers, own), (scalars, shared), (tables, looked_up)):
+            for i, place in enumerate(places):
+                small[place] = found[i]
+        return what.function(*sized, *small)
+
+    examples = [torch.zeros(what.small[place][1], dtype=what.small[place][0]) for place in tables]
+    kernel = flat.build(function, what.sized, what.out, len(numbers), len(scalars), examples)
+
+    def call(arguments: Sequence[Tensor]) -> None:
+        small = arguments[count:-1]
+        one = [small[places[0]] if places else None for places in (numbers, scalars)]
+        kernel(arguments[:count], arguments[-1], *one, [small[place] for place in tables])
+
+    return call
 
 
 def _compile(what: FlatFunction, device: torch.device) -> Any:
@@ -58,4 +91,4 @@ def _compile(what: FlatFunction, device: torch.device) -> Any:
         arguments = [fake(dtype, _EXAMPLE, True) for dtype in what.sized]
         arguments += [fake(dtype, count, False) for dtype, count in what.small]
         arguments += [fake(what.out, _EXAMPLE, True)]
-        return to_inductor(body, arguments, mode, what.looks_up)
+        return to_inductor(body, arguments, mode)

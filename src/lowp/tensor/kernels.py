@@ -1,14 +1,17 @@
 """Eager calls at the speed of compiled code.
 
 `torch.compile` is made for programs: its guards cost some 100 microseconds a call, and it compiles again when grad mode,
-aliasing or sizes change. An elementwise operation on a flat integer tensor needs none of that, so its graph is traced and
-handed to inductor once, and the result is called directly: 5 microseconds a call, no guard, nothing to recompile.
+aliasing or sizes change. An elementwise operation on a flat integer tensor needs none of that. It is traced once, and compiled
+for any number of elements; the result is called directly.
 
 1. A kernel is built at the first call on a tensor of 64 k elements or more, or at the 32nd on smaller ones. Until then small
    tensors take the plain operations, which need no compiler but some 100 microseconds.
-2. The number of elements is the only thing left dynamic. On CUDA the tensor is seen as rows of 65,536, so that accesses are
-   known to be aligned (a flat dynamic size costs up to a quarter of the bandwidth); a flat kernel takes the rest.
-3. No working compiler: the plain operations serve, piece by piece through the cache, and a warning says so, once.
+2. On a CPU the traced program is printed as C++ (lists/flat.py): built in a second or two, 2 microseconds a call. (inductor's
+   C++ for the same program takes 2 to 5 times as long on numbers in the cache, since its vectors pass through memory wherever
+   bits are seen as floats, and 5 to 10 seconds to build.)
+3. On CUDA inductor compiles it. The tensor is seen as rows of 65,536, so that accesses are known to be aligned (a flat dynamic
+   size costs up to a quarter of the bandwidth); a flat kernel takes the rest.
+4. No working compiler: the plain operations serve, piece by piece through the cache, and a warning says so, once.
 """
 
 import os
@@ -23,8 +26,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowp.tensor.core import Decode, Encode, Operation, Quantize, code_storage, tables_on
+from lowp.formats import format as parse_format
+from lowp.tensor.core import Decode, Encode, Operation, Quantize, code_storage, quantize_operation, tables_on
+from lowp.tensor.memory import flat_memory
 from lowp.tensor.noise import KEY_SIZE, Noise, blocks, key_tensor
+
+_CPU = torch.device("cpu")
 
 SMALL = 1 << 16  # elements; also the length of a row on CUDA
 IN_CACHE = 1 << 19  # elements
@@ -111,8 +118,12 @@ def _pieces(count: int, device: torch.device, noise: Noise | None, most: int) ->
     return found
 
 
-def _kernel(operation: Operation, device: torch.device, count: int) -> "Kernel | None":
-    return built(operation, device, count, Kernel)
+def _kernel(operation: Operation, device: torch.device, count: int) -> "_CppKernel | _InductorKernel | None":
+    return built(operation, device, count, _build)
+
+
+def _build(operation: Operation, device: torch.device) -> "_CppKernel | _InductorKernel":
+    return _CppKernel(operation) if device.type == "cpu" else _InductorKernel(operation, device)
 
 
 def built(what: Any, device: torch.device, count: int, build: Callable[[Any, torch.device], Any]) -> Any:
@@ -153,18 +164,51 @@ def _warn_once(error: Exception) -> None:
         )
 
 
-class Kernel:
-    """One operation, compiled for one device, for any number of elements."""
+def round_into(x: Tensor, format: str, rounding: str, out: Tensor) -> None:
+    """`quantize(x, format, rounding, out=out)` without its checks, for what a graph compiled for a CPU calls (inductor.py).
+
+    Dense tensors on a CPU of the same dtype, laid out alike, and apart; formats without blocks, roundings without noise.
+    """
+    operation = quantize_operation(parse_format(format), x.dtype, rounding, False, x.dtype)
+    storage = operation.own.storage
+    run(operation, flat_memory(x, storage), None, flat_memory(out, storage))
+
+
+class _CppKernel:
+    """One operation on a CPU, for any number of elements."""
+
+    def __init__(self, operation: Operation) -> None:
+        def function(stored: Tensor, numbers: Tensor, scalars: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+            if isinstance(operation, Quantize):
+                return operation.in_vectors(stored, tables, numbers if operation.stochastic else None)
+            factor = [scalars[0]] if operation.scaled else []
+            return operation(stored, tables, numbers if operation.stochastic else None, *factor)
+
+        from lowp.tensor.lists import flat  # what compiles is loaded when something is compiled
+
+        source, target = _dtypes(operation)
+        scaled = not isinstance(operation, Quantize) and operation.scaled
+        keys = KEY_SIZE if operation.stochastic else 0
+        self._run = flat.build(function, [source], target, keys, int(scaled), tables_on(operation, _CPU))
+
+    def __call__(
+        self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, factor: Tensor | None, out: Tensor
+    ) -> None:
+        self._run([stored], out, key, factor, tables)
+
+
+class _InductorKernel:
+    """One operation on CUDA, for any number of elements."""
 
     def __init__(self, operation: Operation, device: torch.device) -> None:
         self._flat = _compile(operation, device, rows=False)
-        self._rows = _compile(operation, device, rows=True) if device.type == "cuda" else None
+        self._rows = _compile(operation, device, rows=True)
 
     def __call__(
         self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, factor: Tensor | None, out: Tensor
     ) -> None:
         rest = [*tables, *(extra for extra in (key, factor) if extra is not None)]
-        if self._rows is not None and stored.numel() % SMALL == 0 and _aligned(stored) and _aligned(out):
+        if stored.numel() % SMALL == 0 and _aligned(stored) and _aligned(out):
             self._rows([stored.view(-1, SMALL), *rest, out.view(-1, SMALL)])
         else:
             self._flat([stored, *rest, out])
@@ -184,8 +228,8 @@ def _dtypes(operation: Operation) -> tuple[torch.dtype, torch.dtype]:
 def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable[[list[Tensor]], Any]:
     """Trace the operation as `out.copy_(operation(stored))` with a symbolic length, and hand the graph to inductor.
 
-    The example is large, so that inductor's choices (threads, vector loops) are those for large tensors. For the flat CUDA
-    kernel it starts one element off, so that nothing is assumed about alignment.
+    The example is large, so that inductor's choices are those for large tensors. For the flat kernel it starts one element
+    off, so that nothing is assumed about alignment.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -195,8 +239,7 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
     def example(dtype: torch.dtype) -> Tensor:
         if rows:
             return torch.empty(1003 * SMALL, dtype=dtype, device=device).view(1003, SMALL)
-        offset = 1 if device.type == "cuda" else 0
-        return torch.empty((1 << 20) + 3 + offset, dtype=dtype, device=device)[offset:]
+        return torch.empty((1 << 20) + 4, dtype=dtype, device=device)[1:]
 
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         tables = list(tables_on(operation, device))
@@ -220,15 +263,13 @@ def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable
         arguments = [fake(example(source_dtype), True)]
         arguments += [fake(tensor, False) for tensor in (*tables, *keys, *factors)]
         arguments += [fake(example(target_dtype), True)]
-        looks_up = bool(tables) and (isinstance(operation, Decode) or operation.stairs is not None)
-        return to_inductor(kernel, arguments, mode, looks_up)
+        return to_inductor(kernel, arguments, mode)
 
 
-def to_inductor(function: Callable[..., Any], arguments: Sequence[Tensor], mode: Any, looks_up: bool = False) -> Any:
+def to_inductor(function: Callable[..., Any], arguments: Sequence[Tensor], mode: Any) -> Any:
     """Trace a function of fake tensors and compile it; the result takes a list of tensors.
 
-    Indices into our tables are right by construction. Where most of the work is looking up, the C++ compiler does it with
-    gather instructions if inductor leaves the vectors to it. Everything else about the user's settings stays.
+    Indices into our tables are right by construction. Everything else about the user's settings stays.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -242,8 +283,6 @@ def to_inductor(function: Callable[..., Any], arguments: Sequence[Tensor], mode:
         "triton.cudagraphs": False,
         "freezing": False,
     }
-    if looks_up:
-        settings["cpp.simdlen"] = 1
     with mode:
         graph = make_fx(function, decomposition_table=select_decomp_table())(*arguments)
     with tracing(TracingContext(mode)), config.patch(settings):

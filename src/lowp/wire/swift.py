@@ -91,14 +91,12 @@ _LOOK_UP = FlatFunction(
     (torch.int8,),
     ((torch.float32, 256),),
     torch.float32,
-    looks_up=True,
 )
 _LOOK_UP_AND_ADD = FlatFunction(
     lambda codes, before, table: before + table[codes.to(torch.int32) & 0xFF],
     (torch.int8, torch.float32),
     ((torch.float32, 256),),
     torch.float32,
-    looks_up=True,
 )
 
 
@@ -124,8 +122,7 @@ def _codes_of(fmt: Format) -> Encode:
 def _function(fmt: Format, body: Callable[..., Tensor], count: int, dtype: torch.dtype) -> FlatFunction:
     """Of `count` stretches of numbers, a shift or factor of their dtype, and the format's tables."""
     small = ((dtype, 1), *((table.dtype, table.numel()) for table in _tables(fmt)))
-    looks_up = _codes_of(fmt).stairs is not None
-    return FlatFunction(body, (dtype,) * count, small, torch.int8, looks_up)
+    return FlatFunction(body, (dtype,) * count, small, torch.int8)
 
 
 @lru_cache(maxsize=256)

@@ -184,10 +184,11 @@ def source(
 
 def compiler() -> str:
     """The C++ compiler: what CXX names, g++, clang++ or c++."""
-    for name in [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]:
+    asked = os.environ.get("CXX")
+    for name in [asked] if asked else ["g++", "clang++", "c++"]:
         if shutil.which(name):
             return name
-    raise FileNotFoundError("no C++ compiler (g++ or clang++) was found; set CXX")
+    raise FileNotFoundError(f"no C++ compiler: CXX is {asked}, which is not there" if asked else "no C++ compiler: install g++")
 
 
 # The same bits as torch's own operations: integers wrap around (-fwrapv), and a multiplication and an addition are never made

@@ -1,0 +1,96 @@
+"""A traced function of flat tensors as one C++ loop: `out = function(*sized, numbers, scalars, tables)`.
+
+The form of a kernel for one tensor, where cpp.py has the one for a list of tensors: addresses and a length come as arguments,
+so that a small call costs two microseconds. Work is divided among the threads that torch's own kernels run on (OpenMP's), which
+are awake; a compiler without OpenMP does without.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.tensor.lists import cpp
+from lowp.tensor.lists.trace import Element, Program, fused, trace
+from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
+
+_CPU = torch.device("cpu")
+_CHUNK = 1 << 12  # elements
+_WORTH_THREADS = 1 << 15  # elements: 8 microseconds on one core
+
+Function = Callable[..., Tensor]
+
+
+def build(
+    function: Function, sized: Sequence[torch.dtype], out: torch.dtype, numbers: int, scalars: int, tables: Sequence[Tensor]
+) -> Callable[..., None]:
+    """Compile a function for a CPU. The result takes the arguments of `_Kernel.__call__`."""
+    program = trace(lambda *a: [function(*a)], [Element(dtype) for dtype in sized], numbers, scalars, list(tables), _CPU)
+    assert program.results[0].dtype == out, (program.results[0].dtype, out)
+    text = _source(fused(program), sized, out, [table.dtype for table in tables])
+    arguments = (*[ctypes.c_void_p] * (len(sized) + 3 + len(tables)), ctypes.c_long, ctypes.c_long)
+    try:
+        return _Kernel(cpp.build(text, arguments, ["-fopenmp"]))
+    except (RuntimeError, OSError):
+        return _Kernel(cpp.build(text, arguments))
+
+
+class _Kernel:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def __call__(
+        self, sized: Sequence[Tensor], out: Tensor, numbers: Tensor | None, scalars: Tensor | None, tables: Sequence[Tensor]
+    ) -> None:
+        """All flat, on the CPU, `sized` and `out` of one length."""
+        self._run(
+            *[x.data_ptr() for x in sized],
+            out.data_ptr(),
+            None if numbers is None else numbers.data_ptr(),
+            None if scalars is None else scalars.data_ptr(),
+            *[table.data_ptr() for table in tables],
+            out.numel(),
+            torch.get_num_threads(),
+        )
+
+
+def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, tables: Sequence[torch.dtype]) -> str:
+    """The program on as many numbers at a time as a vector holds, chunk by chunk."""
+    printer = Printer()
+    statements = [f"const {TYPES[s.result.dtype]} {s.result.name} = {printer.expression(s)};" for s in program.statements]
+    result = printer.argument(program.results[0], out)
+    inputs = "".join(f"const {SCALARS[dtype]}* p{i}, " for i, dtype in enumerate(sized))
+    looked_up = "".join(f"const {SCALARS[dtype]}* table{i}, " for i, dtype in enumerate(tables))
+    indexed = any(s.operation == "index" for s in program.statements)
+    lines = [
+        f'extern "C" void run({inputs}{SCALARS[out]}* target, const int32_t* numbers, const float* scalars, {looked_up}'
+        "long count, long threads) {",
+        f"    const long chunks = (count + {_CHUNK - 1}) / {_CHUNK};",
+        f"    #pragma omp parallel for num_threads(threads) if(threads > 1 && count >= {_WORTH_THREADS})",
+        "    for (long chunk = 0; chunk < chunks; chunk++) {",
+        "        const Subnormals subnormals;",
+        *(
+            f"        const auto constant{place} = ::constant{place};" for place in printer.constants.values()
+        ),  # a register each
+        *(f"        const i32 {v.name} = splat<i32>(numbers[{place}]);" for place, v in program.numbers.items()),
+        *(f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in program.scalars.items()),
+        f"        const long first = chunk * {_CHUNK}, last = first + {_CHUNK} < count ? first + {_CHUNK} : count;",
+        "        const auto body = [&](long e, long count) __attribute__((always_inline)) {",
+        *(["            const i32 index = splat<i32>((int32_t)e) + LANE_NUMBERS;"] if indexed else []),
+        *(f"            const {TYPES[dtype]} x{i} = load<{TYPES[dtype]}>(p{i} + e, count);" for i, dtype in enumerate(sized)),
+        *(f"            {statement}" for statement in statements),
+        f"            store(target + e, {result}, count);",
+        "        };",
+        "        long e = first;",
+        "        for (; e + LANES <= last; e += LANES) body(e, LANES);",
+        "        if (e < last) body(e, last - e);",
+        "    }",
+        "}",
+    ]
+    # vectors of 16 numbers of 64 bits would pass through memory
+    wide = any(s.result.dtype.itemsize == 8 for s in program.statements)
+    lanes = 8 if wide else 16
+    numbered = f"#define LANE_NUMBERS i32{{{', '.join(map(str, range(lanes)))}}}"
+    return "\n".join([preamble(lanes), numbered, *printer.declarations(), *lines])
