@@ -1,26 +1,83 @@
-"""Kernels are compiled before the first message, not while the other ranks wait for it."""
+"""Kernels are built at registration, and not during training while the other ranks wait.
 
-from collections.abc import Iterable
+Which kernels a run needs follows from formats, rounding, reduction, error feedback and more. A list of them would be a second
+statement of all that. So a step is rehearsed instead: each rank's work on a few numbers, in this process, with messages of
+zeros in place of the others'. Whatever that calls is built at its first call (`kernels.building`); kernels serve every size.
+"""
+
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
 
-from lowp.tensor.kernels import SMALL, kernel_info
-from lowp.tensor.noise import Noise
+from lowp.tensor.kernels import building, kernel_info
 from lowp.wire.codec import Codec
+from lowp.wire.exchange import BucketExchange, State
+from lowp.wire.link import ChunkLink, GroupLink, Pending
+from lowp.wire.plan import Layer
+from lowp.wire.pump import Pump
+from lowp.wire.reductions.base import Reduction
+from lowp.wire.reductions.two_shot import TwoShot
+from lowp.wire.report import Meter
+from lowp.wire.settings import Settings
+
+RANKS = 8  # of a larger world, as many are rehearsed: nobody does anything else in it
+ELEMENTS = 64  # of a layer, for each rank
+_DEFAULT = TwoShot()
 
 
-def warm_up(codecs: Iterable[Codec], device: torch.device) -> None:
-    """Encode and decode something as large as the real thing will be."""
-    for codec in codecs:
-        if kernel_info()["policy"] != "never" and (codec, device) not in _warm:
-            numbers = torch.zeros(SMALL, device=device)
-            message = torch.empty(codec.wire_bytes(SMALL), dtype=torch.uint8, device=device)
-            noise = Noise(0) if codec.stochastic else None
-            codec.encode(numbers, message, noise, torch.zeros(1, dtype=torch.uint8, device=device))
-            codec.decode(message, numbers)
-            if codec.adds(device):
-                codec.decode(message, numbers, add=True)
-            _warm.add((codec, device))
+def warm_up(
+    codecs: Iterable[Codec],
+    device: torch.device,
+    settings: Settings | None = None,
+    reduction: Reduction = _DEFAULT,
+    world: int = 2,
+) -> None:
+    """Build all kernels that these codecs need in this reduction, unless that was done before."""
+    settings = settings or Settings("fp32")
+    known = {codec for codec in codecs if (codec, device, settings.describe(), reduction) not in _warm}
+    if kernel_info()["policy"] == "never" or not known:
+        return
+    _rehearse(known, device, settings, reduction, world)  # tables are made here, once, and need no kernel
+    with building():
+        _rehearse(known, device, settings, reduction, world)
+    _warm.update((codec, device, settings.describe(), reduction) for codec in known)
 
 
-_warm: set[tuple[Codec, torch.device]] = set()
+_warm: set[tuple[Codec, torch.device, str, Reduction]] = set()
+
+
+def _rehearse(codecs: Iterable[Codec], device: torch.device, settings: Settings, reduction: Reduction, world: int) -> None:
+    """A step of one bucket, with a layer for each codec; for a reduction that depends on the size, of both kinds."""
+    world = min(world, RANKS)
+    layers = tuple(Layer(str(i), ELEMENTS * world, codec, i) for i, codec in enumerate(codecs))
+    for kind in dict.fromkeys((reduction.of_size(0), reduction.of_size(1 << 62))):
+        for rank in range(world):
+            flat = torch.ones(sum(layer.size for layer in layers), device=device)
+            pump, link, meter = Pump(), _Mute(rank, world), Meter(whole=settings.measure)
+            BucketExchange(flat, layers, settings, kind, link, State(), meter, True, lambda marks: None).start(pump)
+            pump.run()
+
+
+class _Mute(GroupLink):
+    """A link that sends nothing, and on which zeros arrive."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.bytes_sent, self._taken = rank, world, 0, 0
+
+    def maximum(self, numbers: Tensor) -> list[Pending]:
+        return []
+
+    def plain_sum(self, numbers: Tensor) -> list[Pending]:
+        return []
+
+    def for_chunk(self) -> ChunkLink:
+        return _MuteChunk(self, self.take_number())
+
+
+class _MuteChunk(ChunkLink):
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+        for rank, message in receives.items():
+            if rank != self.rank:
+                message.zero_()
+        return []
