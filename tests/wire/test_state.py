@@ -95,7 +95,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
 
 
 def said(action, *arguments, **options):
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         action(*arguments, **options)
     return str(caught.value)
 

@@ -48,15 +48,19 @@ _warm: set[tuple[Codec, torch.device, str, Reduction]] = set()
 
 
 def _rehearse(codecs: Iterable[Codec], device: torch.device, settings: Settings, reduction: Reduction, world: int) -> None:
-    """A step of one bucket, with a layer for each codec; for a reduction that depends on the size, of both kinds."""
+    """A step of a bucket with one layer, for each codec; where the reduction depends on the bucket's size, of both kinds.
+
+    Codecs are alone in a bucket because messages are added in one pass only where all codecs in them can do that.
+    """
     world = min(world, RANKS)
-    layers = tuple(Layer(str(i), ELEMENTS * world, codec, i) for i, codec in enumerate(codecs))
-    for kind in dict.fromkeys((reduction.of_size(0), reduction.of_size(1 << 62))):
-        for rank in range(world):
-            flat = torch.ones(sum(layer.size for layer in layers), device=device)
-            pump, link, meter = Pump(), _Mute(rank, world), Meter(whole=settings.measure)
-            BucketExchange(flat, layers, settings, kind, link, State(), meter, True, lambda marks: None).start(pump)
-            pump.run()
+    for number, codec in enumerate(codecs):
+        layer = Layer("rehearsed", ELEMENTS * world, codec, number)
+        for kind in dict.fromkeys((reduction.of_size(0), reduction.of_size(1 << 62))):
+            for rank in range(world):
+                flat = torch.ones(layer.size, device=device)
+                pump, link, meter = Pump(), _Mute(rank, world), Meter(whole=settings.measure)
+                BucketExchange(flat, (layer,), settings, kind, link, State(), meter, True, lambda marks: None).start(pump)
+                pump.run()
 
 
 class _Mute(GroupLink):
