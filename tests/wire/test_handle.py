@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -152,6 +153,10 @@ def test_uneven_inputs_in_a_join():
 # Another codec in mid-run
 
 
+def groups():
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def couriers():
     return sum(thread.name == "lowp-courier" for thread in threading.enumerate())
 
@@ -179,6 +184,10 @@ def change_the_codec(rank):
     assert second.compresses
     second.remove()
     third.remove()
+    before = groups()
+    for format in ("e5m2", "int8", "e5m2"):
+        lowp.compress_gradients(ddp, format).remove()
+    assert groups() == before
     other = make()
     other.register_comm_hook(None, fp16_compress_hook)
     return again, said(RuntimeError, lowp.compress_gradients, other, "e5m2"), couriers()

@@ -48,7 +48,7 @@ class Compressor:
     ) -> None:
         settings = format if isinstance(format, Settings) else Settings.of(format, **options)
         device = torch.device(device)
-        shapes = _shapes_of(parameters)
+        shapes, self._dtypes = _read(parameters)
         self._shapes = shapes
         self._parameters = Parameters(shapes, settings)
         self.settings = settings
@@ -106,7 +106,8 @@ class Compressor:
     def _warm_up(self, codecs: Iterable[Codec], world: int) -> None:
         """Build the kernels, so that nobody waits for a compiler later."""
         reduction = self.settings.reduction
-        warm_up(codecs, self._device, self.settings, reduction if isinstance(reduction, Reduction) else best_for(world), world)
+        reduction = reduction if isinstance(reduction, Reduction) else best_for(world)
+        warm_up(codecs, self._device, self.settings, reduction, world, len(self._shapes), self._dtypes)
 
     def _choose(self) -> Reduction | None:
         if self.settings.reduction == "auto":
@@ -254,14 +255,15 @@ def _forget(parameters: Iterable[Tensor]) -> None:
 Shaped = Tensor | Sequence[int]  # a shape, or what has one
 
 
-def _shapes_of(parameters: Any) -> dict[str, torch.Size]:
-    """Shapes by name."""
+def _read(parameters: Any) -> tuple[dict[str, torch.Size], set[torch.dtype]]:
+    """Shapes by name, and the dtypes: where shapes alone are given, float32."""
     wanted = "lowp.Compressor takes model.named_parameters(), or a dict or pairs of names and shapes"
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.named_parameters()
     if not isinstance(parameters, (Mapping, Iterable)) or isinstance(parameters, (str, Tensor)):
         raise TypeError(f"{wanted}, not {type(parameters).__name__}")
     found: dict[str, torch.Size] = {}
+    dtypes: set[torch.dtype] = set()
     for entry in parameters.items() if isinstance(parameters, Mapping) else parameters:
         if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], str):
             raise TypeError(f"{wanted}; an entry here is {_kind(entry)}, which has no name")
@@ -272,7 +274,8 @@ def _shapes_of(parameters: Any) -> dict[str, torch.Size]:
         if name in found:
             raise ValueError(f"two parameters are called {name!r}")
         found[name] = torch.Size(shape)
-    return found
+        dtypes.add(shaped.dtype if isinstance(shaped, Tensor) else torch.float32)
+    return found, dtypes
 
 
 def _kind(value: Any) -> str:

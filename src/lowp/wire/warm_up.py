@@ -6,6 +6,7 @@ zeros in place of the others'. Whatever that calls is built at its first call (`
 """
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from lowp.wire.reductions.two_shot import TwoShot
 from lowp.wire.report import Meter
 from lowp.wire.settings import Settings
 
-RANKS = 8  # of a larger world, as many are rehearsed: nobody does anything else in it
+RANKS = 8  # of a larger world, as many are rehearsed: the others call no other kernels
 ELEMENTS = 64  # of a layer, for each rank
+MANY = (17, 65, 257, 1025)  # layers: not on a CPU, there are kernels for up to 16, 64, 256 ... in a bucket (exchange.py)
 _DEFAULT = TwoShot()
 
 
@@ -32,35 +34,51 @@ def warm_up(
     settings: Settings | None = None,
     reduction: Reduction = _DEFAULT,
     world: int = 2,
+    layers: int = 1,
+    dtypes: Iterable[torch.dtype] = (torch.float32,),
 ) -> None:
-    """Build all kernels that these codecs need in this reduction, unless that was done before."""
-    settings = settings or Settings("fp32")
-    known = {codec for codec in codecs if (codec, device, settings.describe(), reduction) not in _warm}
-    if kernel_info()["policy"] == "never" or not known:
+    """Build all kernels that these codecs need in this reduction, unless that was done before.
+
+    `layers` is how many there are at most in a bucket, `dtypes` are the gradients'.
+    """
+    if kernel_info()["policy"] == "never":
         return
-    _rehearse(known, device, settings, reduction, world)  # tables are made here, once, and need no kernel
-    with building():
-        _rehearse(known, device, settings, reduction, world)
-    _warm.update((codec, device, settings.describe(), reduction) for codec in known)
+    settings = settings or Settings("fp32")
+    counts = [1, *(count for count in MANY if count <= layers and device.type != "cpu")]
+    asked = settings.describe()
+    cases = [_Case(codec, device, dtype, count, asked, reduction) for codec in codecs for dtype in dtypes for count in counts]
+    for case in cases:
+        if case not in _warm:
+            _rehearse(case, settings, min(world, RANKS))  # tables are made here, once, and need no kernel
+            with building():
+                _rehearse(case, settings, min(world, RANKS))
+            _warm.add(case)
 
 
-_warm: set[tuple[Codec, torch.device, str, Reduction]] = set()
+class _Case(NamedTuple):
+    codec: Codec
+    device: torch.device
+    dtype: torch.dtype
+    layers: int
+    settings: str
+    reduction: Reduction
 
 
-def _rehearse(codecs: Iterable[Codec], device: torch.device, settings: Settings, reduction: Reduction, world: int) -> None:
-    """A step of a bucket with one layer, for each codec; where the reduction depends on the bucket's size, of both kinds.
+_warm: set[_Case] = set()
+
+
+def _rehearse(case: _Case, settings: Settings, world: int) -> None:
+    """A step of one bucket; where the reduction depends on the bucket's size, of both kinds.
 
     Codecs are alone in a bucket because messages are added in one pass only where all codecs in them can do that.
     """
-    world = min(world, RANKS)
-    for number, codec in enumerate(codecs):
-        layer = Layer("rehearsed", ELEMENTS * world, codec, number)
-        for kind in dict.fromkeys((reduction.of_size(0), reduction.of_size(1 << 62))):
-            for rank in range(world):
-                flat = torch.ones(layer.size, device=device)
-                pump, link, meter = Pump(), _Mute(rank, world), Meter(whole=settings.measure)
-                BucketExchange(flat, (layer,), settings, kind, link, State(), meter, True, lambda marks: None).start(pump)
-                pump.run()
+    layers = tuple(Layer(str(number), ELEMENTS * world, case.codec, number) for number in range(case.layers))
+    for kind in dict.fromkeys((case.reduction.of_size(0), case.reduction.of_size(1 << 62))):
+        for rank in range(world):
+            flat = torch.ones(len(layers) * ELEMENTS * world, dtype=case.dtype, device=case.device)
+            pump, link, meter = Pump(), _Mute(rank, world), Meter(whole=settings.measure)
+            BucketExchange(flat, layers, settings, kind, link, State(), meter, True, lambda marks: None).start(pump)
+            pump.run()
 
 
 class _Mute(GroupLink):
