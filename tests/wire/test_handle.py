@@ -302,6 +302,7 @@ def describe_parameters(rank):
         said(TypeError, lowp.Compressor, 3, "e5m2"),
         said(TypeError, lowp.Compressor, [("a", 3)], "e5m2"),
         said(ValueError, lowp.Compressor, [("a", (3,)), ("a", (3,))], "e5m2"),
+        said(ValueError, lowp.Compressor, model, "e5m2", group=dist.GroupMember.NON_GROUP_MEMBER),
     ]
 
 
@@ -314,4 +315,5 @@ def test_a_compressor_takes_named_parameters():
             f"{wanted}, not int",
             f"{wanted}; 'a' comes with 3",
             "two parameters are called 'a'",
+            "this rank is not in the group",
         ]

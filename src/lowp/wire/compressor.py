@@ -56,7 +56,10 @@ class Compressor:
             raise ValueError(f"no parameter is called like {', '.join(map(repr, unmatched))}; there are {_some(shapes)}")
         self.state = State()
         self._device = device
-        self._warm_up(self._parameters.known_codecs, dist.get_world_size(group))  # before the ranks meet
+        world = dist.get_world_size(group)
+        if world < 1:
+            raise ValueError("this rank is not in the group")
+        self._warm_up(self._parameters.known_codecs, world)  # before the ranks meet
         self._communicator = Communicator(group, device)
         parent = self._communicator.parent
         try:

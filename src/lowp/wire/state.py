@@ -55,7 +55,9 @@ class Owner:
         delayed = self.delayed or bool(bounds)
         unknown = torch.tensor(UNKNOWN, dtype=torch.uint8, device=device)
         mine = {
-            name: residuals[name].clone() if name in residuals else torch.zeros(shape.numel(), device=device)
+            name: residuals[name].clone()
+            if name in residuals
+            else torch.zeros(shape.numel(), dtype=torch.float32, device=device)
             for name, shape in (self.shapes.items() if self.error_feedback else ())
         }
         return {
