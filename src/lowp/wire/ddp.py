@@ -6,7 +6,8 @@ Two things cannot be done there, and are done at the very end of backward, after
 - raising an error (an exception in a future reaches the user as "Unable to cast ... to Tensor", one in the hook breaks DDP);
 - skipping a step that was not finite: gradients become None, and optimizers pass over them.
 
-So every future resolves, always, and a callback that is queued from a callback comes after DDP's.
+So every future resolves, always, and a callback that is queued from a callback comes after DDP's. (Within `ddp.join()` a rank
+without inputs calls the hook outside of any backward; there the hook itself waits for the last bucket, and may raise.)
 """
 
 import weakref
@@ -101,14 +102,15 @@ class Handle:
 
     def _hook(self, bucket: Any) -> "torch.futures.Future[Tensor]":
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        buffer = bucket.buffer()
         if self._seen == 0:
             self._refusal = self._cannot_join()
         self._seen += len(names)
         if self._refusal is None:
-            future = self._compressor.submit(bucket.buffer(), names)
+            future = self._compressor.submit(buffer, names)
         else:
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
+            future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+            future.set_result(buffer)
         self._waiting.append(future)
         if self._seen == len(self._names):
             self._all_sent()
