@@ -15,7 +15,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class _State:
     build_seconds: list[float] = field(default_factory=list)
     warned: bool = False
     lock: Any = field(default_factory=threading.RLock)
+    now: Any = field(default_factory=threading.local)  # has `building` where a thread builds at the first call
 
 
 _state = _State()
@@ -58,6 +60,16 @@ def set_kernel_policy(policy: str) -> None:
     The environment variable LOWP_KERNELS sets it at start. Results are the same bit for bit in every case.
     """
     _state.policy = _checked(policy)
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Within it, this thread builds each kernel at its first call, whatever the size (with the policy "never": none)."""
+    before, _state.now.building = getattr(_state.now, "building", False), True
+    try:
+        yield
+    finally:
+        _state.now.building = before
 
 
 def kernel_info() -> dict[str, Any]:
@@ -122,7 +134,7 @@ def built(what: Any, device: torch.device, count: int, build: Callable[[Any, tor
         return _state.kernels[identity] if _state.policy != "never" else None
     if _state.policy == "never":
         return None
-    if _state.policy == "auto" and count < SMALL:
+    if _state.policy == "auto" and count < SMALL and not getattr(_state.now, "building", False):
         calls = _state.small_calls[identity] = _state.small_calls.get(identity, 0) + 1
         if calls < CALLS_BEFORE_BUILD:
             return None

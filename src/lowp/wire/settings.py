@@ -87,10 +87,19 @@ class Settings:
             measure=measure,
             chunk=chunk,
         )
-        for choice in (settings.format, *settings.layers.values()):
+        for choice in settings._choices:
             for step in sorted({0, *choice}) if isinstance(choice, Mapping) else [0]:
                 settings.codec_at(choice, step)
         return settings
+
+    @property
+    def _choices(self) -> "tuple[Scheduled, ...]":
+        return (self.format, *self.layers.values())
+
+    @property
+    def switches(self) -> list[int]:
+        """The steps from which on formats are others, as far as they are known: a function of the step does not tell."""
+        return sorted({0}.union(*(choice for choice in self._choices if isinstance(choice, Mapping))))
 
     def codec_at(self, choice: Scheduled, step: int) -> Codec:
         """The codec of a schedule at a step: {first step: format, ...}, a function of the step, or one format for all."""
@@ -125,14 +134,20 @@ class Settings:
     @property
     def scheduled(self) -> bool:
         """Does a format depend on the step?"""
-        choices = (self.format, *self.layers.values())
-        return any(isinstance(c, Mapping) or (callable(c) and not isinstance(c, Codec)) for c in choices)
+        return any(isinstance(c, Mapping) or (callable(c) and not isinstance(c, Codec)) for c in self._choices)
 
     def sums(self, reduction: Reduction) -> AnyFormat | None:
         return default_accumulate(reduction, self.accumulate)
 
     def describe(self) -> str:
         """One line for people and for comparing ranks. Words are compared (communicator.py): no spaces within one."""
+        return (
+            f"{self.describe_codec()} reduction={str(self.reduction).replace(' ', '')} accumulate={self.accumulate} "
+            f"kahan={self.kahan} nonfinite={self.nonfinite} seed={self.seed} measure={self.measure} chunk={self.chunk}"
+        )
+
+    def describe_codec(self) -> str:
+        """The part of `describe` that residuals and delayed scales depend on (state.py)."""
 
         def text(choice: Scheduled) -> str:
             if isinstance(choice, Mapping):
@@ -146,9 +161,7 @@ class Settings:
         layers = ",".join(f"{pattern}:{text(choice)}" for pattern, choice in self.layers.items())
         return (
             f"format={text(self.format)} scale={self.scale} rounding={self.rounding} "
-            f"reduction={str(self.reduction).replace(' ', '')} accumulate={self.accumulate} kahan={self.kahan} "
-            f"skip=[{','.join(self.skip)}] layers={{{layers}}} error_feedback={self.error_feedback} "
-            f"nonfinite={self.nonfinite} seed={self.seed} measure={self.measure} chunk={self.chunk}"
+            f"skip=[{','.join(self.skip)}] layers={{{layers}}} error_feedback={self.error_feedback}"
         )
 
 
@@ -164,6 +177,11 @@ class Parameters:
 
     def codec(self, name: str, step: int) -> Codec:
         return self._settings.codec(name, len(self._shapes[name]), name in self._last, step)
+
+    @property
+    def known_codecs(self) -> set[Codec]:
+        """All codecs that some parameter has at some step, as far as schedules tell."""
+        return {self.codec(name, step) for name in self._shapes for step in self._settings.switches}
 
     def layers(self, names: Iterable[str], step: int) -> tuple[Layer, ...]:
         """A bucket's layers. Worked out once, unless there is a schedule: it is asked for in every step."""
