@@ -34,7 +34,7 @@ from lowp.train.models import build_model
 from lowp.train.numerics import Numerics, stored_dtype, wire_settings
 from lowp.train.optimizers import master_weights_for, optimizer_for
 from lowp.train.parallel import Placement, RealTeam, VirtualTeam, pipeline_model, split_model
-from lowp.train.plugins import load_plugin
+from lowp.train.plugins import blamed, load_plugin
 from lowp.train.randomness import seed_of, seed_torch
 from lowp.train.recipe import Recipe
 from lowp.train.world import World
@@ -57,6 +57,8 @@ class Trainer:
         if self.placement is not None:
             self.model = self.placement.module
         self.numerics = Numerics(recipe, self.model, world)
+        if not self.parameters:
+            raise ValueError(f"{self._model_name} has no parameter that is trained")
         self.optimizer = optimizer_for(recipe, self.parameters)
         self.master = master_weights_for(recipe, self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -74,6 +76,10 @@ class Trainer:
         self._counted = 0  # steps in these sums
         self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
         self._streamed: tuple[int, int] | None = None  # the (step, rank) that the stream gives next
+
+    @property
+    def _model_name(self) -> str:
+        return f"model {self.recipe.model.name!r}"
 
     def _build_model(self) -> torch.nn.Module:
         settings = self.recipe.model
@@ -169,7 +175,8 @@ class Trainer:
             seed_torch(seed_of(recipe.seed, "forward", self.step, rank, micro), self.world.device)
             if self._filter is not None:
                 keep = self._filter(self.model, inputs, targets)
-                inputs, targets = inputs[keep], targets[keep]
+                with blamed(f"data.filter {recipe.data.filter!r} returned what cannot choose samples"):
+                    inputs, targets = inputs[keep], targets[keep]
             if micro == recipe.accumulate - 1:
                 last()
             if targets.numel():
@@ -182,13 +189,31 @@ class Trainer:
         if self.placement is not None:
             return self.placement.forward_backward(inputs, targets, partial(self._loss, place), self._scaled)
         with self._autocast():
-            loss = self._loss(place, self._forward(inputs), targets)
+            loss = self._loss(place, self._outputs(inputs), targets)
         self._scaled(loss).backward()
         return loss.detach()
 
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        """What the model makes of a batch; what goes wrong inside is the model's error, in one line."""
+        with blamed(self._model_name):
+            return self._forward(inputs)
+
+    def _cross_entropy(self, logits: object, targets: Tensor, smoothing: float) -> Tensor:
+        """The loss, or one line that says what came instead of one number for each class and target."""
+        classes = self.data.classes
+        wanted = f"logits of shape {(*targets.shape, classes)}"
+        if not isinstance(logits, Tensor):
+            raise ValueError(f"{self._model_name} returns {type(logits).__name__}, not a tensor; wanted are {wanted}")
+        if logits.shape[:-1] != targets.shape or logits.shape[-1] < classes or not logits.is_floating_point():
+            found = f"{str(logits.dtype).removeprefix('torch.')} of shape {tuple(logits.shape)}"
+            raise ValueError(f"{self._model_name} returns {found}; wanted are {wanted}")
+        with blamed(f"targets of the data set {self.recipe.data.name!r}"):  # beyond the classes, or no whole numbers
+            return cross_entropy(logits, targets, smoothing)
+
     def _loss(self, place: int, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
         self._correct[place].add_((logits.detach().argmax(-1) == targets).sum())
-        return cross_entropy(logits, targets, self.recipe.label_smoothing)
+        return loss
 
     def _scaled(self, loss: Tensor) -> Tensor:
         share = loss / self.recipe.accumulate if self.recipe.accumulate > 1 else loss
@@ -272,7 +297,7 @@ class Trainer:
         for i, (inputs, targets) in zip(mine, self.data.test.stream(asked), strict=True):
             self.numerics.begin(self.step, i)  # noise of a test batch is its own, whoever computes it
             logits = self._predict(self._laid_out(inputs))
-            loss, correct = cross_entropy(logits, targets, 0.0), (logits.argmax(-1) == targets).sum()
+            loss, correct = self._cross_entropy(logits, targets, 0.0), (logits.argmax(-1) == targets).sum()
             table[i] = torch.tensor([float(loss) * targets.numel(), int(correct), targets.numel()], dtype=torch.float64)
         total = self.world.sum(table) if dealt else table
         losses, correct, predictions = (sum(column.tolist()) for column in total.unbind(1))
@@ -282,7 +307,7 @@ class Trainer:
         if self.placement is not None:
             return self.placement.evaluate(inputs)
         with self._autocast():
-            return self._forward(inputs)
+            return self._outputs(inputs)
 
     def state(self) -> dict[str, Any]:
         """What all ranks share."""

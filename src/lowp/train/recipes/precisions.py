@@ -46,12 +46,25 @@ def pure16() -> Recipe:
 
 @named
 def aps8() -> Recipe:
-    """Gradients travel in 8 bits with Auto Precision Scaling (arXiv 1911.08907).
+    """Gradients travel in e5m2 with Auto Precision Scaling; sums are FP32, rounded once (better than the paper's).
 
-    e5m2 with one power of two for each layer, agreed between ranks by one byte. --set wire.scale=none shows what that is
-    good for.
+    One power of two for each layer, agreed between ranks by one byte (arXiv 1911.08907). --set wire.scale=none shows what that
+    is good for. `aps8-paper` also adds in 8 bits, as the paper does. With one rank nothing travels: --ranks 2.
     """
     return changed(fp32(), wire={"format": "e5m2", "scale": "aps"})
+
+
+@named
+def aps8_paper() -> Recipe:
+    """APS as published: every partial sum of the gradients is rounded to e5m2 too (arXiv 1911.08907).
+
+    8 virtual ranks are added one after the other. The paper's 256 ranks are 8 processes of 32 ranks, which are added inside
+    the processes first, then between them: --virtual-ranks 256 --set batch=256
+    --set "wire.reduction=hierarchical(32, leaders)" --set wire.accumulate=e5m2. That rounds where the paper rounds, but for two
+    things: APS is applied once, with room for 256 addends, where the paper applies it on each level; and the processes' sums
+    are added as a ring adds, each part beginning at another process.
+    """
+    return changed(aps8(), virtual_ranks=8, wire={"reduction": "sequential"})
 
 
 @named
