@@ -149,14 +149,15 @@ def _check_optimizer(recipe: Recipe) -> None:
 def _try_optimizer(recipe: Recipe) -> None:
     """Make the optimizer for one small parameter: first with states as the weights are, then as the recipe has them.
 
-    One of torch's also takes a step: some options are refused only there.
+    One of torch's also takes a step, where the run will be on a CPU too: some options are refused only there.
     """
     precision = recipe.precision
     parameters = {"weight": nn.Parameter(torch.zeros(64, 64, dtype=stored_dtype(precision)))}
     as_weights = recipe.model_copy(update={"precision": precision.model_copy(update={"state": ""})})
     with about("optimizer", *(["options"] if recipe.optimizer.options else [])):
         optimizer = optimizer_for(as_weights, parameters)
-        if recipe.optimizer.name.startswith("torch:"):
+        on_cpu = recipe.device == "cpu" or not torch.cuda.is_available()
+        if recipe.optimizer.name.startswith("torch:") and on_cpu:
             parameters["weight"].grad = torch.zeros(64, 64)
             with blamed(f"optimizer {recipe.optimizer.name!r}"):
                 optimizer.step()

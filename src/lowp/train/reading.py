@@ -9,6 +9,7 @@ Merging goes key by key through sections and tables; lists are replaced, and an 
 
 import inspect
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -74,9 +75,8 @@ def with_changes(recipe: Recipe, /, **changes: Any) -> Recipe:
 def _document(text: str) -> tuple[Any, str]:
     """What the text names, and how an error calls it."""
     if text.endswith(".toml"):
-        file = File(text)
-        with _being_read(str(file.resolve()), text):
-            return _from_file(file), text
+        with _being_read(text if "\0" in text else os.path.realpath(text), text):  # links to one file are one file
+            return _from_file(File(text)), text
     if is_plugin(text):
         with _being_read(text, text):
             return _from_function(text), text

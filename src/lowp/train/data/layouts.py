@@ -91,7 +91,7 @@ def _checked_labels(labels: Tensor, path: Path) -> Tensor:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """The file, unpacked as it is read. What goes wrong in reading it is said with its name."""
     try:
         opened = open_regular(path, _LARGEST)

@@ -54,6 +54,7 @@ class _Batches(Dataset):
 
 class Mapped:
     def __init__(self, name: str, samples: Any, workers: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._name = name
         self._size = len(samples)
         self._batches = _Batches(name, samples, dtype)
         self._workers = workers
@@ -72,8 +73,16 @@ class Mapped:
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator().manual_seed(seed_of("workers")),  # else it draws from the global one
         )
-        batches = map(_without_error, loader)
+        batches = self._arriving(loader)
         return _to_cuda_ahead(batches, self._device) if self._device.type == "cuda" else batches
+
+    def _arriving(self, loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
+        """The loader's items but for errors, which are raised. A worker that is killed is an error of the loader's own."""
+        with blamed(f"data set {self._name!r}"):
+            for item in loader:
+                if isinstance(item, PluginError):
+                    raise item
+                yield item
 
 
 def open_mapped(name: str, options: Mapping[str, Any], workers: int, device: torch.device, dtype: torch.dtype) -> Data:
@@ -125,12 +134,6 @@ def _count_classes(name: str, samples: Any) -> int:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _without_error(item: tuple[Tensor, Tensor] | PluginError) -> tuple[Tensor, Tensor]:
-    if isinstance(item, PluginError):
-        raise item
-    return item
 
 
 @contextmanager

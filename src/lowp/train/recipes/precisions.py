@@ -34,8 +34,10 @@ def mixed() -> Recipe:
 def pure16() -> Recipe:
     """FP16 everywhere, no FP32 tensor at all: weights, gradients, states, wire.
 
-    Updates are rounded stochastically, the loss scale is dynamic, and the first step runs under lowp.audit. Slow on CPUs
-    without FP16 units: --set precision.weights=bf16 --set wire.format=bf16 is faster there.
+    Updates are rounded stochastically, the loss scale is dynamic, and the first step runs under lowp.audit. It allows two kinds
+    of temporaries: sums inside torch's own kernels, and the wire's sums of several ranks, which are FP32 and rounded once
+    (--set wire.reduction=sequential adds in FP16). Slow on CPUs without FP16 units: --set precision.weights=bf16
+    --set wire.format=bf16 is faster there.
     """
     return changed(
         fp32(),
@@ -46,7 +48,7 @@ def pure16() -> Recipe:
 
 @named
 def aps8() -> Recipe:
-    """Gradients travel in e5m2 with Auto Precision Scaling; sums are FP32, rounded once (better than the paper's).
+    """Gradients travel in e5m2 with Auto Precision Scaling; sums are FP32, rounded once (not the paper's).
 
     One power of two for each layer, agreed between ranks by one byte (arXiv 1911.08907). --set wire.scale=none shows what that
     is good for. `aps8-paper` also adds in 8 bits, as the paper does. With one rank nothing travels: --ranks 2.
@@ -89,9 +91,10 @@ def fp8() -> Recipe:
 
 @named
 def simulate() -> Recipe:
-    """A whole model in a format of your choice: posit8 here.
+    """Weights, activations and errors in a format of your choice: posit8 here.
 
-    --set precision.weights=e3m4 --set precision.activations=int8 ... tries another one.
+    Gradients of weights, optimizer states and updates are FP32. --set precision.weights=e3m4 --set precision.activations=int8
+    ... tries another one.
     """
     return changed(
         fp32(),
@@ -116,7 +119,7 @@ def muppet() -> Recipe:
 
 @named
 def promote() -> Recipe:
-    """Everything in unscaled e4m3fn; a layer that overflows is promoted to FP16 (arXiv 2301.13464)."""
+    """Weights and activations in unscaled e4m3fn; a layer that overflows is promoted to FP16 (arXiv 2301.13464)."""
     return changed(
         fp32(),
         precision={"weights": "e4m3fn", "activations": "e4m3fn", "promote": {"to": "fp16", "after": 1}},
