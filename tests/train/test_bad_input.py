@@ -386,6 +386,8 @@ def one_line_or_fine(read, *arguments) -> None:
 
 @settings(max_examples=150)
 @example(["wire.skip=\udcff"])
+@example(["model.options.hidden=[-5]"])
+@example(["model.options.hidden=" + "[" * 3000 + "]" * 3000])
 @example(["precision.promote=1", "precision.schedule=[1]", "precision.schedule=[[]]"])
 @given(changes=st.lists(CHANGES, min_size=1, max_size=3))
 def test_any_change_is_possible_or_gets_one_line(changes):
@@ -403,6 +405,7 @@ def damaged(draw):
 
 
 @settings(max_examples=100)
+@example("x = " + "[" * 2000 + "]" * 2000)
 @given(text=damaged() | st.text(max_size=60))
 def test_any_file_is_a_recipe_or_gets_one_line(text, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "any.toml"

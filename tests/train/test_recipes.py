@@ -550,6 +550,7 @@ def test_impossible_combinations(changes, said):
         ["optimizer.name=torch:RMSprop", "precision.loss_scale=65536", "optimizer.options.alpha=0.9"],
         ["wire.reduction=hierarchical(2)", "wire.format=topk:0.01:e4m3fn", "wire.error_feedback=true"],
         ["parallel.kind=pipeline", "virtual_ranks=2", "parallel.format=dynamic8", "batch=3"],
+        ["learning_rate.kind=linear", "learning_rate.points=0,24", "learning_rate.factors=1,0", "learning_rate.warmup=8"],
     ],
 )
 def test_possible_combinations(changes):

@@ -199,6 +199,8 @@ def _check_learning_rate(settings: LearningRate, epochs: int) -> None:
     if settings.kind == "linear" and len(settings.factors) != len(points):
         raise RecipeError(f"learning_rate.factors: one for each point is wanted: {len(points)}, not {len(settings.factors)}")
     falls = settings.kind in ("poly", "cosine")
+    if settings.kind == "linear":
+        return  # its points may lie beyond the end too: a part of the schedule is a run
     if settings.warmup > epochs or (falls and settings.warmup >= epochs):
         raise RecipeError(f"learning_rate.warmup: {settings.warmup:g} epochs, and the run has {epochs}")
 

@@ -73,7 +73,8 @@ def aps8_paper() -> Recipe:
 def fp8() -> Recipe:
     """FP8 throughout: weights and activations e4m3fn, gradients e5m2, states and wire 8 bits (arXiv 2310.18313).
 
-    Float32 weights are updated; what is multiplied is rounded to FP8, each tensor with its own power of two.
+    What is multiplied is rounded to FP8, each tensor with its own power of two; sums, in layers and on the wire, are FP32. The
+    optimizer's momentum is e4m3fn; the weights that it updates are FP32.
     """
     return changed(
         fp32(),
@@ -83,7 +84,7 @@ def fp8() -> Recipe:
             "errors": "e5m2",
             "gradients": "e5m2",
             "scale": "tensor",
-            "state": "fp16",
+            "state": "e4m3fn",
         },
         wire={"format": "e5m2", "scale": "aps"},
     )
