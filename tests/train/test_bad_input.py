@@ -161,6 +161,7 @@ def test_plugins_that_cannot_be_imported(tmp_path, monkeypatch):
     assert refusal(load_plugin, "leaves:f", "model").endswith("SystemExit: 0 (leaves.py:2)")
     assert refusal(load_plugin, "not_python:f", "model").endswith("SyntaxError: invalid syntax (not_python.py, line 1)")
     assert "model '..:f': TypeError" in refusal(load_plugin, "..:f", "model")
+    assert "model 'builtins:dict': ValueError: no signature" in refusal(load_plugin, "builtins:dict", "model")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,11 @@ def test_plugins_that_cannot_be_imported(tmp_path, monkeypatch):
         ("data.name={}:no_number_of_classes", "the number of classes must be a whole number from 1 on, not 'three'"),
         ("data.transform={}:transform", "data.transform '{}:transform': IndexError: index 99 is out of bounds"),
         ("data.filter={}:choose", "data.filter '{}:choose': ZeroDivisionError: by nothing ("),
-        ("data.filter={}:choose_nonsense", "data.filter '{}:choose_nonsense' returned what cannot choose samples: "),
+        ("data.filter={}:choose_nonsense", "data.filter '{}:choose_nonsense' returned str, which cannot choose samples: "),
+        (
+            "data.filter={}:choose_nothing",
+            "data.filter '{}:choose_nothing' returned NoneType, which cannot choose samples; wanted",
+        ),
     ],
 )
 def test_plugins_that_raise_are_named(change, said):
@@ -405,7 +410,7 @@ def damaged(draw):
 
 
 @settings(max_examples=100)
-@example("x = " + "[" * 2000 + "]" * 2000)
+@example(text="x = " + "[" * 2000 + "]" * 2000)
 @given(text=damaged() | st.text(max_size=60))
 def test_any_file_is_a_recipe_or_gets_one_line(text, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "any.toml"

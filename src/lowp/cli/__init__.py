@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lowp.cli import demo, formats, memory, quantize, recipes, runs, tour, train
-from lowp.cli.errors import OneLineErrors
+from lowp.cli.errors import TRACEBACK, OneLineErrors
 from lowp.cli.output import examples, survive_narrow_encodings
 
 EXAMPLES = examples(
@@ -17,8 +17,6 @@ EXAMPLES = examples(
     ("lowp formats e4m3fn", "one number format in full"),
     ("lowp tour", "what formats do to numbers"),
 )
-
-TRACEBACK = "LOWP_TRACEBACK"  # the environment variable that stands for --traceback
 
 app = typer.Typer(
     cls=OneLineErrors,

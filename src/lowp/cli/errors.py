@@ -5,6 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+TRACEBACK = "LOWP_TRACEBACK"  # the environment variable that stands for --traceback
 USER_ERRORS = (ValueError, TypeError, OSError)  # what the library raises when it is asked for something impossible
 
 

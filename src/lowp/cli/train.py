@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowp.cli.errors import USER_ERRORS, one_line
+from lowp.cli.errors import TRACEBACK, USER_ERRORS, one_line
 from lowp.cli.output import examples
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, q
         typer.echo(f"lowp: rank {rank}: {one_line(error)}", err=True)
         sys.exit(FAILED)
     except USER_ERRORS as error:
-        if rank == 0:
+        if rank == 0 or TRACEBACK in os.environ:
             raise
         if isinstance(error, PluginError):  # it may be of this rank's samples alone
             typer.echo(f"lowp: rank {rank}: {one_line(error)}", err=True)

@@ -7,6 +7,7 @@ here, so that `lowp --traceback` prints all of it.
 
 import functools
 import importlib
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -57,6 +58,8 @@ def load_plugin(name: str, what: str, passing: tuple[type[Exception], ...] = ())
             sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))[:10]
         )
         raise ValueError(f"{what} {name!r}: {module_name} has no function {function_name!r}; it has {public or 'none'}")
+    with blamed(f"{what} {name!r}"):
+        inspect.signature(function)  # who calls it asks for it; some of Python's own functions have none
 
     @functools.wraps(function, updated=())
     def call(*arguments: Any, **options: Any) -> Any:

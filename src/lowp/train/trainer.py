@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.optim.loss_scale import LossScale
@@ -27,9 +26,11 @@ from lowp.train.check import check_model
 from lowp.train.data import open_data
 from lowp.train.data.base import Request
 from lowp.train.data.order import epoch_order, shares
+from lowp.train.data.wrappers import chosen
 from lowp.train.divergence import DIVERGED
 from lowp.train.exchange import Exchange, Placed, exchange_for
 from lowp.train.learning_rate import factor_of
+from lowp.train.loss import CrossEntropy
 from lowp.train.models import build_model
 from lowp.train.numerics import Numerics, stored_dtype, wire_settings
 from lowp.train.optimizers import master_weights_for, optimizer_for
@@ -65,6 +66,7 @@ class Trainer:
         self.factor = factor_of(recipe.learning_rate, self.steps_per_epoch, self.steps)
         self.loss_scale = self._loss_scale()
         self.exchange = self._exchange()
+        self._cross_entropy = CrossEntropy(recipe.model.name, recipe.data.name, self.data.classes)
         self._forward = torch.compile(self.model) if recipe.model.compile else self.model
         self._filter = load_plugin(recipe.data.filter, "data.filter") if recipe.data.filter else None
         self._buffers = list(self.model.buffers())
@@ -175,8 +177,7 @@ class Trainer:
             seed_torch(seed_of(recipe.seed, "forward", self.step, rank, micro), self.world.device)
             if self._filter is not None:
                 keep = self._filter(self.model, inputs, targets)
-                with blamed(f"data.filter {recipe.data.filter!r} returned what cannot choose samples"):
-                    inputs, targets = inputs[keep], targets[keep]
+                inputs, targets = chosen(keep, inputs, targets, recipe.data.filter)
             if micro == recipe.accumulate - 1:
                 last()
             if targets.numel():
@@ -197,18 +198,6 @@ class Trainer:
         """What the model makes of a batch; what goes wrong inside is the model's error, in one line."""
         with blamed(self._model_name):
             return self._forward(inputs)
-
-    def _cross_entropy(self, logits: object, targets: Tensor, smoothing: float) -> Tensor:
-        """The loss, or one line that says what came instead of one number for each class and target."""
-        classes = self.data.classes
-        wanted = f"logits of shape {(*targets.shape, classes)}"
-        if not isinstance(logits, Tensor):
-            raise ValueError(f"{self._model_name} returns {type(logits).__name__}, not a tensor; wanted are {wanted}")
-        if logits.shape[:-1] != targets.shape or logits.shape[-1] < classes or not logits.is_floating_point():
-            found = f"{str(logits.dtype).removeprefix('torch.')} of shape {tuple(logits.shape)}"
-            raise ValueError(f"{self._model_name} returns {found}; wanted are {wanted}")
-        with blamed(f"targets of the data set {self.recipe.data.name!r}"):  # beyond the classes, or no whole numbers
-            return cross_entropy(logits, targets, smoothing)
 
     def _loss(self, place: int, logits: Tensor, targets: Tensor) -> Tensor:
         loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
@@ -352,11 +341,6 @@ class Trainer:
 
     def close(self) -> None:
         self.exchange.close()
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """The mean over all predictions: of images one each, of text one for each character."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=smoothing)
 
 
 def _is_number(kind: str | float) -> bool:
