@@ -358,6 +358,26 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path):
         assert peak < 4 << 20
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes.\nMore lines"), 2),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2),
+        (MemoryError(), 2),
+        (RuntimeError("a bug of ours"), 1),
+    ],
+)
+def test_too_little_memory_is_one_line_and_a_bug_is_a_traceback(monkeypatch, error, code):
+    def fail(json):
+        raise error
+
+    monkeypatch.setattr("lowp.cli.recipes._show_list", fail)
+    result = CliRunner().invoke(app, ["recipes"], env={"LOWP_TRACEBACK": None})
+    assert result.exit_code == code
+    assert result.stderr.count("\n") == (1 if code == 2 else 0)
+    assert (result.exception is error) == (code == 1)
+
+
 # Anything at all.
 
 KEYS = [written(path) for path in all_keys()]
@@ -391,6 +411,7 @@ def one_line_or_fine(read, *arguments) -> None:
 
 @settings(max_examples=150)
 @example(["wire.skip=\udcff"])
+@example(['"a\nb"=1', "wire.layers.'c\nd'=2"])
 @example(["model.options.hidden=[-5]"])
 @example(["model.options.hidden=" + "[" * 3000 + "]" * 3000])
 @example(["precision.promote=1", "precision.schedule=[1]", "precision.schedule=[[]]"])
