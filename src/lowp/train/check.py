@@ -106,7 +106,9 @@ def _is_text(name: str) -> bool:
 def _check_model_settings(recipe: Recipe) -> None:
     """Build the model, without memory for its weights, for an image and for a text: one that takes images is for images."""
     settings, data = recipe.model, recipe.data
-    if settings.name.startswith("torchvision:"):  # takes images of any size
+    if settings.name.startswith("torchvision:"):  # takes images, and is not told their size
+        if _is_text(data.name):
+            raise RecipeError(f"model.name: {settings.name} takes images, and {data.name} is text")
         with about("model"), torch.device("meta"):
             build_model(settings.name, shape=(), classes=_CLASSES, options=settings.options)
         return
@@ -149,7 +151,7 @@ def _check_optimizer(recipe: Recipe) -> None:
 def _try_optimizer(recipe: Recipe) -> None:
     """Make the optimizer for one small parameter: first with states as the weights are, then as the recipe has them.
 
-    One of torch's also takes a step, where the run will be on a CPU too: some options are refused only there.
+    One of torch's also takes a step, if the run is on a CPU: some options are refused only there.
     """
     precision = recipe.precision
     parameters = {"weight": nn.Parameter(torch.zeros(64, 64, dtype=stored_dtype(precision)))}

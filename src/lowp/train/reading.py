@@ -42,9 +42,9 @@ _OVERRIDE = re.compile(rf"({_PART}(?:\.{_PART})*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:\d+\.|\.\d+)(?:[eE][+-]?\d+)?")  # .5 and 5., which TOML does not take
 _LARGEST_FILE = 1 << 20  # bytes
 _MOST_BASES = 32
-_reading: ContextVar[tuple[str, ...]] = ContextVar(
-    "_reading", default=()
-)  # files and functions, each the base of the one before
+_MOST_PARTS = 64  # of a key with dots; names of layers have some of their own
+# The files and functions that are being read now, each of them the base of the one before.
+_reading: ContextVar[tuple[str, ...]] = ContextVar("_reading", default=())
 
 
 def read_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -196,8 +196,8 @@ def _override(text: str) -> tuple[Path, Any]:
     if not found:
         raise RecipeError(f"a change is written key=value, say optimizer.lr=0.1, not {text!r}")
     parts = [part.strip() for part in re.findall(_PART, found[1])]
-    if len(parts) > DEEPEST:
-        raise RecipeError(f"{text[:40]}...: a key has at most {DEEPEST} parts, not {len(parts)}")
+    if len(parts) > _MOST_PARTS:
+        raise RecipeError(f"{text[:40]}...: a key has at most {_MOST_PARTS} parts, not {len(parts)}")
     path = _regrouped(tuple(part[1:-1] if part[0] in "\"'" else part for part in parts))
     return path, _value(found[2].strip(), kind_at(path), path)
 
