@@ -118,7 +118,7 @@ def test_every_number_of_the_schema_has_bounds(path, sign):
     ("change", "said"),
     [
         ("optimizer.betas=[2, 2]", "optimizer.betas[0]: 2 must be below 1 (and 1 more)"),
-        ("optimizer.lr=1e308", "optimizer.lr: 1e+308 must be at most 1e+06"),
+        ("optimizer.lr=1e308", "optimizer.lr: 1e+308 must be at most 1e+38"),
         ("optimizer.lr=1e-320", "optimizer.lr: 1e-320 must be at least 1e-30"),
         ("optimizer.lr=inf", "optimizer.lr: inf is not a finite number"),
         ("optimizer.eps=1e308", "optimizer.eps: 1e+308 must be at most 1"),
@@ -133,6 +133,15 @@ def test_every_number_of_the_schema_has_bounds(path, sign):
 )
 def test_numbers_out_of_range(change, said):
     assert refusal(read_recipe, "fp32", [change]) == f"recipe fp32: {said}"
+
+
+def test_learning_rates_that_float32_cannot_hold():
+    points = ["learning_rate.warmup=0", "learning_rate.points=0,1,2"]
+    linear = ["learning_rate.kind=linear", *points, "learning_rate.factors=0,1e6,0", "optimizer.lr=1e37"]
+    assert refusal(check, read_recipe("fp32", linear)) == "learning_rate: the rate reaches 1e43, and may be at most 1e+38"
+    steps = ["learning_rate.kind=steps", *points, "learning_rate.factor=1e6", "optimizer.lr=1e30"]
+    assert refusal(check, read_recipe("fp32", steps)) == "learning_rate: the rate reaches 1e48, and may be at most 1e+38"
+    check(read_recipe("fp32", ["optimizer.lr=1e38"]))
 
 
 # Plugins.

@@ -8,6 +8,7 @@ asked here with as little as it takes, and its answer gets the key's path.
 """
 
 import difflib
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ from lowp.train.numerics import arithmetic_of, layer_rules, simulated_roles, sto
 from lowp.train.optimizers import NAMES as OPTIMIZERS
 from lowp.train.optimizers import optimizer_for
 from lowp.train.plugins import blamed, is_plugin, load_plugin
-from lowp.train.recipe import LearningRate, Recipe, Wire
+from lowp.train.recipe import LARGEST_RATE, LearningRate, Recipe, Wire
 from lowp.train.regular_file import check_regular, user_path
 from lowp.train.toml import to_toml
 from lowp.wire.codec import codec_of
@@ -45,6 +46,7 @@ def check(recipe: Recipe) -> None:
     check_precision(recipe)
     _check_optimizer(recipe)
     _check_learning_rate(recipe.learning_rate, recipe.epochs)
+    _check_largest_rate(recipe)
     _check_wire(recipe)
     _check_parallel(recipe)
 
@@ -205,6 +207,17 @@ def _check_learning_rate(settings: LearningRate, epochs: int) -> None:
         return  # its points may lie beyond the end too: a part of the schedule is a run
     if settings.warmup > epochs or (falls and settings.warmup >= epochs):
         raise RecipeError(f"learning_rate.warmup: {settings.warmup:g} epochs, and the run has {epochs}")
+
+
+def _check_largest_rate(recipe: Recipe) -> None:
+    """The largest learning rate of all steps, in powers of ten: the number itself may be too large for Python."""
+    settings, decades = recipe.learning_rate, math.log10(recipe.optimizer.lr)
+    if settings.kind == "linear" and max(settings.factors) > 0:
+        decades += math.log10(max(settings.factors))
+    elif settings.kind == "steps":
+        decades += max(0.0, math.log10(settings.factor)) * len(settings.points)
+    if decades > math.log10(LARGEST_RATE):
+        raise RecipeError(f"learning_rate: the rate reaches 1e{decades:.0f}, and may be at most {LARGEST_RATE:g}")
 
 
 def _check_wire(recipe: Recipe) -> None:

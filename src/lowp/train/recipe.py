@@ -21,6 +21,7 @@ _MOST_EPOCHS = 10**6
 _LARGEST_BATCH = 1 << 24
 _LARGEST = 1e6  # of a factor; the arithmetic is float32's
 _SMALLEST = 1e-30  # of what must not be 0 in float32
+LARGEST_RATE = 1e38  # float32 ends at 3.4e38; before that a run diverges, and says so
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Epoch = Annotated[float, Field(ge=0, le=_MOST_EPOCHS)]
@@ -59,7 +60,7 @@ class OptimizerSettings(Section):
     """How weights are changed."""
 
     name: str = Field("sgd", description="sgd, lars, adamw, lamb, or torch:CLASS for one of torch.optim (fp32 weights)")
-    lr: float = Field(0.1, ge=_SMALLEST, le=_LARGEST, description="the learning rate at its peak")
+    lr: float = Field(0.1, ge=_SMALLEST, le=LARGEST_RATE, description="the learning rate at its peak")
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd and lars")
     nesterov: bool = Field(False, description="of sgd and lars")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="of adamw and lamb")
