@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowp.cli.errors import USER_ERRORS, one_line
+from lowp.cli.errors import TRACEBACK, USER_ERRORS, one_line
 from lowp.cli.output import examples
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, q
     """In this process, alone or as one of several ranks. Of several, rank 0 speaks for all."""
     from lowp import CollectiveError
     from lowp.train.divergence import Diverged
+    from lowp.train.plugins import PluginError
     from lowp.train.run import run
 
     rank = int(os.environ.get("RANK", 0))
@@ -103,9 +104,11 @@ def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, q
     except CollectiveError as error:
         typer.echo(f"lowp: rank {rank}: {one_line(error)}", err=True)
         sys.exit(FAILED)
-    except USER_ERRORS:
-        if rank == 0:
+    except USER_ERRORS as error:
+        if rank == 0 or TRACEBACK in os.environ:
             raise
+        if isinstance(error, PluginError):  # it may be of this rank's samples alone
+            typer.echo(f"lowp: rank {rank}: {one_line(error)}", err=True)
         sys.exit(2)
     if end["kind"] == "stopped":
         sys.exit(128 + signal.Signals[end["signal"]])
