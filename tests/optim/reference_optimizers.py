@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lowp.tensor.noise import Noise, draws, key_tensor
+from lowp.tensor.noise import Domain, Noise, draws, key_tensor
 
 F = np.float32
 MANTISSA = {torch.float16: 10, torch.bfloat16: 7}
@@ -37,7 +37,7 @@ def stochastic(numbers, dtype, noise):
 
 def noise_of(seed, step, number, count, which):
     """The `which`-th random number of each element of a parameter in a step."""
-    key = key_tensor(Noise(seed, step, number), 0, torch.device("cpu"))
+    key = key_tensor(Noise.of(Domain.OPTIMIZER, seed, step, number), 0, torch.device("cpu"))
     return draws(key, torch.empty(1, count), which + 1)[which].view(-1).numpy().astype(np.int64)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from lowp.tensor.kernels import SMALL, kernel_info
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 from lowp.wire.codec import Codec
 
 
@@ -15,7 +15,7 @@ def warm_up(codecs: Iterable[Codec], device: torch.device) -> None:
         if kernel_info()["policy"] != "never" and (codec, device) not in _warm:
             numbers = torch.zeros(SMALL, device=device)
             message = torch.empty(codec.wire_bytes(SMALL), dtype=torch.uint8, device=device)
-            noise = Noise(0) if codec.stochastic else None
+            noise = Noise.of(Domain.WIRE, 0, 0, 0, 0, 0, 0) if codec.stochastic else None  # what it rounds is thrown away
             codec.encode(numbers, message, noise, torch.zeros(1, dtype=torch.uint8, device=device))
             codec.decode(message, numbers)
             if codec.adds(device):
