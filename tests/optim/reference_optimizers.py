@@ -26,8 +26,12 @@ def nearest(numbers, dtype):
 
 
 def stochastic(numbers, dtype, noise):
-    """Away from zero where the fraction of a unit and 30 random bits add up to one unit. Halves are not special."""
+    """Away from zero where the fraction of a unit and 30 random bits add up to one unit. Halves are not special.
+
+    What nearest rounding leaves finite is not made infinite."""
     size = np.abs(numbers.astype(np.float64))
+    largest = torch.finfo(dtype).max
+    size = np.where(np.isfinite(nearest(numbers, dtype)), np.minimum(size, largest), size)
     exponent = np.maximum(np.frexp(size)[1] - 1, LEAST_EXPONENT[dtype])
     unit = np.ldexp(1.0, exponent - MANTISSA[dtype])
     count = (np.floor(size / unit * 2.0**30).astype(np.int64) + noise) >> 30
