@@ -21,7 +21,7 @@ from lowp.simulation.scales import aps_shift, carrier_of, fitting_shift, largest
 from lowp.tensor import node
 from lowp.tensor.carrier import CARRIERS, last_step
 from lowp.tensor.core import quantize_operation
-from lowp.tensor.dynamo import in_graph, is_exporting, teach_dynamo
+from lowp.tensor.dynamo import in_graph, is_exporting, let_dynamo_fall_back, teach_dynamo
 from lowp.tensor.noise import KEY_SIZE, Domain, Noise, key_tensor
 from lowp.tensor.ops import quantize
 
@@ -67,6 +67,8 @@ class Target:
         # An exported program has to do without lowp's operators.
         as_node = torch.compiler.is_dynamo_compiling() and not is_exporting()
         rounded, left = _round(x, maximum, self.format, self.rounding, self.scale, self.saturates, counts, as_node, *key)
+        if as_node:
+            let_dynamo_fall_back()
         if self.overflows is not None:
             self.overflows.add_(left)
         return rounded
