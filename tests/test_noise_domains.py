@@ -9,7 +9,7 @@ from torch import nn
 
 import lowp
 from lowp.tensor import noise as noise_module
-from lowp.tensor.noise import STREAMS, Domain, Noise, key_tensor, stream_of
+from lowp.tensor.noise import STREAMS, Domain, Noise, draw, key_columns, key_tensor, stream_of, words_of
 from lowp.wire.fsdp import FsdpHandle
 from lowp.wire.plan import Part
 from lowp.wire.rules import Stage
@@ -179,6 +179,27 @@ def test_streams_have_room_for_each_of_their_numbers(domain):
     for i, b in enumerate(bits):
         with pytest.raises(ValueError, match="and cannot count"):
             stream_of(domain, *(1 << b if k == i else 0 for k in range(len(bits))))
+
+
+GOLDEN = {
+    Domain.USER: [210621067, 507863076],
+    Domain.USER_GRADIENT: [691587460, 722793539],
+    Domain.OPTIMIZER: [1018473879, 507070915],
+    Domain.MASTER: [700535178, 751211247],
+    Domain.SIMULATION: [724400849, 201124928],
+    Domain.SIMULATED_SUMS: [726861001, 826147214],
+    Domain.WIRE: [1002367036, 894205437],
+    Domain.FSDP: [399182978, 708263533],
+}
+
+
+@pytest.mark.parametrize("domain", Domain, ids=lambda d: d.name)
+def test_noise_does_not_change_from_version_to_version(domain):
+    """Or resumed runs would. The same from integers, from tensors and for many tensors at once."""
+    drawn = [key_tensor(Noise(*parts, 3, domain=domain), 0, CPU) for parts in ((1, 2), (torch.tensor(1), torch.tensor(2)))]
+    columns = key_columns(domain, words_of(1), words_of(2), torch.tensor([3]), torch.tensor([0]))
+    for key in (*drawn, torch.cat(columns)):
+        assert draw(key, torch.empty(2), 30).tolist() == GOLDEN[domain]
 
 
 # Decisions, up or down, about the same parameter at the same step with the same seed.
