@@ -21,7 +21,7 @@ from lowp.tensor.core import Operation, code_dtype, decode_operation, encode_ope
 from lowp.tensor.dynamo import in_graph, teach_dynamo
 from lowp.tensor.inline import apply_inline
 from lowp.tensor.memory import flat_memory, is_dense, storage_of
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 from lowp.tensor.packing import pack as pack_codes
 from lowp.tensor.packing import unpack
 
@@ -267,11 +267,11 @@ _text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see dynamo
 
 def _seed_parts(seed: Seed | None) -> tuple:
     """A seed as plain numbers and tensors, which a graph can hold."""
-    return (seed.seed, seed.step, seed.stream, seed.offset) if isinstance(seed, Noise) else (seed,)
+    return (seed.seed, seed.step, seed.stream, seed.offset, int(seed.domain)) if isinstance(seed, Noise) else (seed,)
 
 
 def _seed_of(parts: tuple) -> Seed | None:
-    return Noise(*parts) if len(parts) > 1 else parts[0]
+    return Noise(*parts[:4], domain=Domain(parts[4])) if len(parts) > 1 else parts[0]
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -309,7 +309,7 @@ def fake_quantize(
         forward, backward: formats of the value and of its gradient; None leaves them alone.
         rounding, backward_rounding: how; the gradient rounds as the value does unless told otherwise.
         saturate: for both.
-        seed: for stochastic rounding. The gradient draws from the next stream, so that the two are independent.
+        seed: for stochastic rounding. The gradient has noise of its own (`Domain.USER_GRADIENT`): the two are independent.
     """
     backward_rounding = backward_rounding or rounding
     if not torch.compiler.is_dynamo_compiling():  # mistakes in what backward will do are found here, not there
@@ -323,7 +323,9 @@ def fake_quantize(
     if "stochastic" in (rounding, backward_rounding) and noise is None:
         raise ValueError("stochastic rounding needs seed=: an integer or lowp.Noise(seed, step, stream, offset)")
     ahead = _arguments(forward, rounding, saturate, noise)
-    other = None if noise is None else Noise(noise.seed, noise.step, noise.stream + 1, noise.offset)
+    other = noise
+    if noise is not None:
+        other = Noise(noise.seed, noise.step, noise.stream, noise.offset, domain=Domain.USER_GRADIENT)
     return _FakeQuantize.apply(x, ahead, _arguments(backward, backward_rounding, saturate, other))  # type: ignore[return-value]
 
 

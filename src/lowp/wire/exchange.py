@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.flat import FlatFunction
+from lowp.tensor.noise import Domain
 from lowp.wire import scaling
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink
@@ -221,7 +222,7 @@ def rules_for(
     if settings.error_feedback:
         feedback = Feedback(residuals_of, tuple(layer.name for layer in layers), tuple(layer.size for layer in layers))
     sums = settings.sums(reduction)
-    return Rules(world, sums, settings.kahan, settings.seed, step, feedback, factors=factors)
+    return Rules(world, Domain.WIRE, sums, settings.kahan, settings.seed, step, feedback, factors=factors)
 
 
 class BucketExchange:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowp.formats.floats import FP32
+from lowp.tensor.noise import Domain
 from lowp.wire.codec import Codec, codec_of
 from lowp.wire.collectives import communicator_for
 from lowp.wire.communicator import Communicator
@@ -68,7 +69,7 @@ class FsdpHandle:
 
     def rules(self, world: int) -> Rules:
         self._calls += 1
-        return Rules(world=world, accumulate=FP32, seed=self._seed, step=self._calls, meter=self._meter)
+        return Rules(world=world, domain=Domain.FSDP, accumulate=FP32, seed=self._seed, step=self._calls, meter=self._meter)
 
 
 def compress(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat
 from lowp.formats.floats import FP32
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 from lowp.wire import scaling
 from lowp.wire.codec import Codec, partial_codec, total_codec
 from lowp.wire.feedback import Feedback
@@ -36,9 +36,14 @@ class Stage(enum.IntEnum):
     NODE = 2
     PARTIAL = 3
     TOTAL = 4
-    KAHAN_ADDEND = 5
-    KAHAN_DIFFERENCE = 6
-    KAHAN_LOST = 7
+    # What follows are further roundings of partial sums: each has noise of its own.
+    FIRST = 5  # the first addend as a sum
+    SENT = 6  # a partial sum in its message
+    SENT_LOST = 7  # its compensation in its message
+    KAHAN_LOST_THERE = 8  # an addend, less what its own sum has lost
+    KAHAN_ADDEND = 9
+    KAHAN_DIFFERENCE = 10
+    KAHAN_LOST = 11
 
 
 class Place(NamedTuple):
@@ -68,6 +73,7 @@ class Rules:
     """`accumulate` is the format of sums; None stands for float32 in `two_shot` and for the wire's own format elsewhere."""
 
     world: int
+    domain: Domain  # of the noise
     accumulate: AnyFormat | None = None
     kahan: bool = False
     seed: int = 0
@@ -75,6 +81,7 @@ class Rules:
     feedback: Feedback | None = None
     meter: Meter | None = None
     factors: list[float] | Tensor = field(default_factory=list)  # by which each layer was multiplied
+    level: int = 0  # 1 between nodes, whose numbers are not those of ranks: each level has noise of its own
 
     def codec(self, part: Part, stage: Stage) -> Codec:
         match stage:
@@ -121,10 +128,11 @@ class Rules:
                 numbers = load.numbers[part.offset : part.offset + part.size]
                 if stage == Stage.TOTAL and peak is not None and codec.format == FP32:
                     peak = torch.where(scaling.largest(numbers).isfinite(), peak, scaling.NONFINITE)  # the sum overflowed
-                self._write_part(numbers, peak, part, codec, stage, actor, message[begin:end])
+                noisy = Stage.SENT if stage == Stage.PARTIAL else stage
+                self._write_part(numbers, peak, part, codec, noisy, actor, message[begin:end])
                 if load.lost is not None and stage == Stage.PARTIAL:
                     lost = load.lost[part.offset : part.offset + part.size]
-                    self._write_part(lost, peak, part, codec, stage, actor, message[length + begin : length + end])
+                    self._write_part(lost, peak, part, codec, Stage.SENT_LOST, actor, message[length + begin : length + end])
             return message
 
     def _write_part(
@@ -194,7 +202,7 @@ class Rules:
 
     def noise(self, part: Part, stage: Stage, actor: int) -> Noise:
         """Counted by element of the layer, so that it does not matter how a bucket is cut."""
-        return Noise(self.seed, self.step, (part.number << 32) | (stage << 24) | actor, part.start)
+        return Noise.of(self.domain, self.seed, self.step, part.number, self.level, stage, actor, offset=part.start)
 
     def round_(self, numbers: Tensor, shard: Shard, stage: Stage, actor: int) -> Tensor:
         """Round to the format of sums, in place."""
@@ -206,20 +214,21 @@ class Rules:
 
     def begin(self, load: Load, shard: Shard, actor: int) -> Load:
         """The first addend as a sum. It takes over the load."""
-        self.round_(load.numbers, shard, Stage.PARTIAL, actor)
+        self.round_(load.numbers, shard, Stage.FIRST, actor)
         return Load(load.numbers, load.peaks, torch.zeros_like(load.numbers) if self.kahan else None)
 
     def add(self, total: Load, load: Load, shard: Shard, actor: int) -> Load:
         """`total + load`, rounded to the format of sums; with Kahan, y = Q(x - c); t = Q(r + y); c = Q(Q(t - r) - y).
 
-        It takes over both. `load` may itself be a sum with a compensation.
+        It takes over both. `load` may itself be a sum with a compensation. `actor` names the addition: a rank that adds several
+        times takes another number each time, or its roundings would all draw the same.
         """
         peaks = torch.maximum(total.peaks, load.peaks)
         if total.lost is None:
             return Load(self.round_(total.numbers.add_(load.numbers), shard, Stage.PARTIAL, actor), peaks)
         addend = load.numbers
         if load.lost is not None:
-            addend = self.round_(addend.sub_(load.lost), shard, Stage.KAHAN_ADDEND, actor)
+            addend = self.round_(addend.sub_(load.lost), shard, Stage.KAHAN_LOST_THERE, actor)
         addend = self.round_(addend.sub_(total.lost), shard, Stage.KAHAN_ADDEND, actor)
         numbers = self.round_(total.numbers + addend, shard, Stage.PARTIAL, actor)
         difference = self.round_(numbers - total.numbers, shard, Stage.KAHAN_DIFFERENCE, actor)

@@ -81,7 +81,7 @@ class Hierarchical(Reduction):
 
     def _between(self, rules: Rules) -> Rules:
         """The rules between nodes: sums in float32 at their owners, or partial sums that travel in the wire's format."""
-        return replace(rules, accumulate=FP32 if self.variant == "shards" else None)
+        return replace(rules, accumulate=FP32 if self.variant == "shards" else None, level=1)
 
     def steps(self, world: int) -> int | None:
         return 4 if self.variant == "shards" else None

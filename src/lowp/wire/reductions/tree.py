@@ -25,7 +25,7 @@ class Stack:
         sender, right_count, right = self._sums.pop()
         first, count, left = self._sums.pop()
         right = self._rules.sent_on(right, self._shard, sender)
-        self._sums.append((first, count + right_count, self._rules.add(left, right, self._shard, first)))
+        self._sums.append((first, count + right_count, self._rules.add(left, right, self._shard, sender)))
 
     def total(self) -> Load:
         while len(self._sums) > 1:
@@ -58,7 +58,7 @@ class Tree(Reduction):
             if me + reach < world:
                 message = job.room(0, Stage.PARTIAL)
                 yield job.link.exchange({}, {me + reach: message})
-                total = rules.add(total, job.read(message, 0, Stage.PARTIAL), shard, me)
+                total = rules.add(total, job.read(message, 0, Stage.PARTIAL), shard, me + reach)
             reach *= 2
         if me == 0:
             message = job.write(0, Stage.TOTAL, total, actor=0)
