@@ -81,9 +81,8 @@ def launch(command: Sequence[str], ranks: int, threads: int, max_restarts: int) 
 
     from lowp.train.agent import FIRST, Agent, Alone
 
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.")]:
-        logging.getLogger(name).setLevel(logging.ERROR)  # what the agent warns of, ranks say themselves
-    with tempfile.TemporaryDirectory(prefix="lowp-ranks-") as folder, _environment(_of_ranks(folder, ranks, threads)):
+    folder = tempfile.TemporaryDirectory(prefix="lowp-ranks-")
+    with folder as path, _environment(_of_ranks(path, ranks, threads)), _silent("torch.distributed.elastic"):
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
@@ -93,7 +92,7 @@ def launch(command: Sequence[str], ranks: int, threads: int, max_restarts: int) 
             max_restarts=max_restarts,
             monitor_interval=0.1,
         )
-        agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=GRACE)
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=path), shutdown_timeout=GRACE)
         try:
             with agent.listening():
                 result = agent.run()
@@ -129,6 +128,20 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _silent(package: str) -> Iterator[None]:
+    """What the agent warns of, ranks and we ourselves say in a line."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(f"{package}.")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _exit_code(error: Any) -> int:
