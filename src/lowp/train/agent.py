@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+GRACE = 300  # seconds that ranks have to finish their step and save, after a signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 # What a rank does first. It begins with signals blocked (`_start_workers`): one that came while Python itself is starting would
@@ -105,6 +106,9 @@ class Agent(LocalElasticAgent):
         if self.asked is not None and result.state != WorkerState.SUCCEEDED:
             raise SignalException(f"the launcher was ended by {self.asked.name}", sigval=self.asked)
         return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        super()._shutdown(death_sig, timeout if self.asked is None else GRACE)
 
     def exit_code_of(self, rank: int) -> int | None:
         """None where it was never started."""

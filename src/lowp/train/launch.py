@@ -24,7 +24,6 @@ from lowp.train.toml import to_toml
 from lowp.train.world import threads_of_a_rank
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-GRACE = 300  # seconds that ranks have to finish their step and save, after a signal
 FAILED, MISTAKE, DIVERGED = 1, 2, 3  # exit codes of a rank: a collective failed; a user's mistake; the run cannot go on
 
 PARENT = "LOWP_LAUNCHER"  # the environment variable that tells ranks who started them
@@ -92,7 +91,7 @@ def launch(command: Sequence[str], ranks: int, threads: int, max_restarts: int) 
             max_restarts=max_restarts,
             monitor_interval=0.1,
         )
-        agent = Agent(spec, DefaultLogsSpecs(log_dir=path), shutdown_timeout=GRACE)
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=path))
         try:
             with agent.listening():
                 result = agent.run()
