@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lowp.train.recipe import Recipe
-from lowp.train.rendezvous import FOLDER, INTERFACES, LOOPBACK
+from lowp.train.rendezvous import FOLDER
 from lowp.train.rundir import check_directory
 from lowp.train.toml import to_toml
 from lowp.train.world import threads_of_a_rank
@@ -110,7 +110,6 @@ def _of_ranks(folder: str, ranks: int, threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads_of_a_rank(threads, ranks)),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # they find the modules that this process finds
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # `Agent.listening` does
-        **dict.fromkeys(INTERFACES, LOOPBACK),
     }
 
 
