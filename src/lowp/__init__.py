@@ -7,6 +7,7 @@ is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wa
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lowp import starting as starting  # before anything that takes time
 from lowp.formats import FORMATS as FORMATS
 from lowp.formats import BlockFormat as BlockFormat
 from lowp.formats import CodebookFormat as CodebookFormat

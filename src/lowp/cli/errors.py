@@ -1,9 +1,11 @@
-"""A user's mistake is one line on stderr and exit code 2, never a traceback."""
+"""A user's mistake is one line on stderr and exit code 2, never a traceback; so is Ctrl-C, with exit code 130."""
 
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+
+from lowp.starting import INTERRUPTED, has_started
 
 TRACEBACK = "LOWP_TRACEBACK"  # the environment variable that stands for --traceback
 USER_ERRORS = (ValueError, TypeError, OSError)  # what the library raises when it is asked for something impossible
@@ -32,7 +34,11 @@ class OneLineErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:  # typer keeps its own kind of context to itself
         try:
+            has_started()
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("lowp: interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             raise  # `lowp formats | head` is no mistake; typer ends quietly
         except (*USER_ERRORS, RuntimeError, MemoryError) as error:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowp.tensor.core import Decode, Encode, Operation, Quantize, code_storage, tables_on
+from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.noise import KEY_SIZE, Noise, blocks, key_tensor
 
 SMALL = 1 << 16  # elements; also the length of a row on CUDA
@@ -147,6 +148,8 @@ def built(what: Any, device: torch.device, count: int, build: Callable[[Any, tor
                     warnings.simplefilter("ignore")
                     _state.kernels[identity] = build(what, device)
                 _state.build_seconds.append(time.perf_counter() - began)
+            except UnsafeCache:
+                raise  # slow operations would hide it
             except Exception as error:  # whatever the compiler stack raises without a compiler
                 _state.kernels[identity] = None
                 _warn_once(error)

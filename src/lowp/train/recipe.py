@@ -229,7 +229,9 @@ class Recipe(Section):
     ranks: int = Field(1, ge=1, le=1 << 16, description="real processes (under torchrun: as many as it starts)")
     virtual_ranks: int = Field(1, ge=1, le=1 << 16, description="ranks that one process stands in for")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one")
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads a rank (0: the machine's cores divided by its ranks)")
+    threads: int = Field(
+        0, ge=0, le=1024, description="CPU threads a rank (0: OMP_NUM_THREADS, or the cores divided by the ranks)"
+    )
     deterministic: bool = Field(False, description="on CUDA: the same bits run after run (a CPU's always are)")
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
