@@ -125,6 +125,7 @@ def test_health_is_the_same_after_a_resume(tmp_path, capsys):
     assert (copy / "health.jsonl").read_text() == (tmp_path / "whole" / "health.jsonl").read_text()
 
 
+@pytest.mark.other_cpu
 def test_run_after_run(tmp_path, capsys):
     """And another seed gives other numbers, so that equality says something."""
     for name, seed in (("one", 3), ("two", 3), ("other", 4)):
@@ -139,6 +140,7 @@ def real_and_virtual(server, name: str, ranks: int, folder: Path, **changes) -> 
     assert_same(folder / "real", folder / "virtual", but=OF_THE_RANKS)
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize(("name", "ranks"), [(REAL[0], 3), (REAL[1], 2), (REAL[2], 2)])
 def test_real_ranks_are_virtual_ranks(name, ranks, lowp_server, tmp_path):
     real_and_virtual(lowp_server, name, ranks, tmp_path)
@@ -151,6 +153,7 @@ def test_real_ranks_are_virtual_ranks_in_every_case(name, ranks, lowp_server, tm
     real_and_virtual(lowp_server, name, ranks, tmp_path)
 
 
+@pytest.mark.other_cpu
 def test_virtual_ranks_go_on_where_real_ones_stopped(lowp_server, tmp_path):
     """And the other way round: a checkpoint is of ranks, whoever stands for them."""
     case, setting = REAL[1], {"checkpoints__every": 1, "checkpoints__keep": 100}
