@@ -55,10 +55,25 @@ def test_the_test_finds_names():
     assert not is_there("swifter.py", (SOURCE / "wire",))
 
 
-def test_no_citation_of_what_readers_do_not_have():
-    """The folder `shared` lies beside the authors' checkout, not in the repository."""
-    files = [path for folder in ("src", "tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*")]
-    texts = [*(path for path in files if path.suffix in (".py", ".md")), *ROOT.glob("*.md"), ROOT / "Makefile"]
+MODULES = [path for folder in ("src", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+PAGE = re.compile(r"(?<![\w/])[A-Z]+\.md")  # a page without its folder is one beside README.md
+
+
+def test_what_the_code_cites_is_there():
+    """Pages, tests and files that docstrings and comments send a reader to."""
+    gone = [
+        (str(module.relative_to(ROOT)), name)
+        for module in MODULES
+        if module != Path(__file__)
+        for pattern in (PATH, PAGE)
+        for name in pattern.findall(module.read_text())
+        if not is_there(name, (ROOT,))
+    ]
+    assert gone == []
+
+
+def test_nothing_beside_the_repository_is_cited():
+    """The folder `shared` lies beside the authors' checkout: readers do not have it."""
     shared = "shared" + "/"  # in two pieces: this file is read, too
-    citing = [str(path.relative_to(ROOT)) for path in texts if shared in path.read_text()]
-    assert citing == []
+    texts = [*MODULES, *ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), ROOT / "Makefile"]
+    assert [str(path.relative_to(ROOT)) for path in texts if shared in path.read_text()] == []

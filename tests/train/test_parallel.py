@@ -137,7 +137,7 @@ def test_both_ways_train(place, format):
 
 
 def in_integers(model):
-    """Its parameters become -1, 0 and 1. Sums of integers below 2^24 are exact in float32, so they are the same in any order."""
+    """Its parameters become -1, 0 and 1. Sums of integers below 2^24 are exact in float32: the same in any order."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -179,8 +179,8 @@ def test_where_sums_are_exact_a_split_model_is_the_whole_one(world):
 def bound_on_outputs(model, x):
     """How far a float32 evaluation of linear layers may be from the exact one, whatever the order of its sums.
 
-    A sum of n products in float32, in any order, fused or not, is off by at most g sum |w x| with g = n u / (1 - n u), u = 2^-24;
-    the bias is one more addend. What x was off by is multiplied by |w|. ReLU makes nothing larger.
+    A sum of n products in float32, in any order, fused or not, is off by at most g sum |w x| with g = n u / (1 - n u) and
+    u = 2^-24; the bias is one more addend. What x was off by is multiplied by |w|. ReLU makes nothing larger.
     """
     x, error = x.flatten(1).double(), torch.zeros(1, dtype=torch.float64)
     for layer in model:
