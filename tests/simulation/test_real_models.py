@@ -213,7 +213,7 @@ def test_functional_call():
 
 @pytest.mark.other_cpu
 def test_one_gradient_for_each_sample():
-    """On multiples of 1/4, whose sums are exact: vmap makes products of other shapes, which may be added up in another order."""
+    """On multiples of 1/4, whose sums are exact: vmap makes products of other shapes, which torch may add up otherwise."""
     model, x = small()
     with torch.no_grad():
         for tensor in (x, *model.parameters()):
