@@ -3,8 +3,9 @@
 Everything here is computed from integers, without torch's own products, norms or random numbers: torch promises the same bits
 for those only in the same shape, on the same machine, with as many threads. (`torch.randn` differs between instruction sets.)
 
-Two checks. `KNOWN` are digests that were written down once, on an AMD EPYC. And a second process that is held to the lowest
-instruction set and one thread must give what this one gives, noise included; a training run there is near the one here.
+Two checks. `KNOWN` are digests that were written down once: an AMD EPYC with torch 2.13, an Intel Xeon with torch 2.11 and an
+H200 gave these. And a second process that is held to the lowest instruction set and one thread must give what this one gives,
+noise included; a training run there is near the one here.
 `make test-variant` runs this file and all others that are marked `other_cpu` on the lowest instruction set.
 """
 
@@ -128,6 +129,11 @@ KNOWN = {
 
 def test_the_digests_are_those_of_other_machines():
     assert digests() == KNOWN
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_digests_too():
+    assert digests("cuda") == digests() == KNOWN
 
 
 def trained() -> list[float]:
