@@ -244,3 +244,4 @@ def test_compiled(name, backend, libraries):
     if backend == "aot_eager":
         assert torch.equal(y, z)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert (z - y).norm() < 0.1 * y.norm()  # a sum that lies between two numbers of e4m3fn may go the other way
