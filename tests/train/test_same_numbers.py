@@ -9,6 +9,8 @@ import torch
 
 from lowp.train.reading import read_recipe
 from lowp.train.run import run
+from lowp.train.trainer import Trainer
+from lowp.train.world import World
 from train import training
 from train.training import OF_THE_RANKS, TINY, arguments, assert_same
 
@@ -132,6 +134,17 @@ def test_run_after_run(tmp_path, capsys):
         train_here(of_case("batch-norm-accumulate", out=tmp_path / name, virtual_ranks=2, seed=seed))
     assert_same(tmp_path / "one", tmp_path / "two")
     assert training.final_state(tmp_path / "one") != training.final_state(tmp_path / "other")
+
+
+@pytest.mark.parametrize("augment", [[], ["crop", "flip"]])
+def test_a_micro_batch_is_a_tensor_of_its_own(augment):
+    """A product may have other bits where an operand's address is less round: a view into all ranks' samples would not do."""
+    recipe = read_recipe("aps8", ["batch=30", "data.limit=60", "accumulate=2", "virtual_ranks=3", f"data.augment={augment}"])
+    trainer = Trainer(recipe, World(0, 1, torch.device("cpu")))
+    for rank in range(3):
+        for inputs, _ in trainer.micro_batches(rank):
+            assert len(inputs) == 5
+            assert inputs.storage_offset() == inputs.data_ptr() % 64 == 0
 
 
 def real_and_virtual(server, name: str, ranks: int, folder: Path, **changes) -> None:
