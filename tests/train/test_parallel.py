@@ -171,7 +171,7 @@ def test_where_sums_are_exact_a_split_model_is_the_whole_one(world):
     assert torch.equal(*losses)
     gradients = {name: parameter.grad for name, parameter in whole.module.named_parameters()}
     for name, gradient in joined_gradients(split).items():
-        assert gradient.abs().max() < 2**22  # far from where sums would be rounded
+        assert gradient.abs().max() < 2**19  # as are all sums of magnitudes here: far from where sums would be rounded
         assert torch.equal(gradient, gradients.pop(name)), name
     assert not gradients
 
