@@ -211,8 +211,13 @@ def test_functional_call():
     assert torch.equal(model(x), got)
 
 
+@pytest.mark.other_cpu
 def test_one_gradient_for_each_sample():
+    """On multiples of 1/4, whose sums are exact: vmap makes products of other shapes, which torch may add up otherwise."""
     model, x = small()
+    with torch.no_grad():
+        for tensor in (x, *model.parameters()):
+            tensor.copy_((4 * tensor).round() / 4)
     simulate(model, **FORMATS)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     gradient = torch.func.grad(lambda values, row: torch.func.functional_call(model, values, (row,)).square().sum())
@@ -239,3 +244,4 @@ def test_compiled(name, backend, libraries):
     if backend == "aot_eager":
         assert torch.equal(y, z)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert (z - y).norm() < 0.1 * y.norm()  # a sum that lies between two numbers of e4m3fn may go the other way

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp.formats import format
+from lowp.tensor.table import staircase
 
 # torch's compiler warns about itself while it is imported
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning")
@@ -48,6 +49,15 @@ def test_same_bits(name):
     torch._dynamo.reset()
     function = FUNCTIONS[name]
     same(torch.compile(function, fullgraph=True)(X), function(X))
+
+
+def test_a_table_that_the_compiler_asks_for_first():
+    """A codebook's first call in a process may be a compiled one."""
+    torch._dynamo.reset()
+    staircase.cache_clear()
+    codes = torch.compile(FUNCTIONS["codebook"], fullgraph=True, backend="aot_eager")(X)
+    staircase.cache_clear()
+    assert torch.equal(codes, FUNCTIONS["codebook"](X))
 
 
 def test_gradients():

@@ -127,6 +127,7 @@ def trained(request):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.other_cpu
 def test_training_is_that_of_a_virtual_world(trained):
     dtype, names, results = trained
     for name in names:
@@ -191,6 +192,7 @@ def accumulate_and_resume(rank):
     return True
 
 
+@pytest.mark.other_cpu
 def test_no_sync_and_resuming():
     assert all(ranks.run(accumulate_and_resume, 2))
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,9 +112,13 @@ def _thresholds(fmt: Format, mode: Rounding, negative: bool) -> list[float]:
 
 
 def _about(magnitudes: list[float], carrier: Carrier) -> set[int]:
-    """The bits of the carrier's numbers at and beside each magnitude."""
-    dtype = torch.float64 if carrier is F64 else torch.float32
-    found = torch.tensor(magnitudes, dtype=torch.float64).to(dtype).view(carrier.compute).tolist()
+    """The bits of the carrier's numbers at and beside each magnitude.
+
+    By numpy: a format's first call may be traced by torch's compiler, where torch's tensors have no numbers.
+    """
+    number, integer = (np.float64, np.int64) if carrier is F64 else (np.float32, np.int32)
+    with np.errstate(over="ignore"):  # beyond float32 is infinity
+        found = np.array(magnitudes, dtype=np.float64).astype(number).view(integer).tolist()
     return {near for bits in found for near in (bits - 1, bits, bits + 1) if 0 <= near <= carrier.infinity}
 
 

@@ -6,7 +6,8 @@
 
 `RealTeam` is one of several processes, `VirtualTeam` is one process that stands for all ranks. Whatever is built on a team is
 written once, for "the ranks that live here": one of them, or all. That is why a virtual team computes what the real one does,
-bit for bit: the same products of the same shapes, the same bytes.
+bit for bit: the same products of the same shapes, the same bytes. (On the same kind of processor, with as many threads a rank:
+torch promises no more, docs/EQUALITY.md.)
 """
 
 from abc import ABC, abstractmethod
