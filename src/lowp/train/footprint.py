@@ -9,6 +9,7 @@ from lowp.train.models import build_model
 from lowp.train.numerics import stored_dtype, wire_settings
 from lowp.train.optimizers import optimizer_for
 from lowp.train.recipe import Recipe
+from lowp.wire.naming import all_names
 from lowp.wire.report import ring_bytes
 from lowp.wire.settings import Parameters
 
@@ -36,7 +37,8 @@ def footprint(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Footprint
         parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_for(recipe, parameters)
     optimizer.step()
-    layers = Parameters({n: p.shape for n, p in parameters.items()}, wire_settings(recipe, 1)).layers(parameters, 0)
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    layers = Parameters(shapes, wire_settings(recipe, 1), all_names(model)).layers(parameters, 0)
     return Footprint(
         memory(model, optimizer),
         sum(layer.codec.wire_bytes(layer.size) for layer in layers),

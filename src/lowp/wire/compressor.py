@@ -29,6 +29,7 @@ class Compressor:
         format, options: how they travel, as for `lowp.compress_gradients`.
         group: the ranks, all of them by default.
         device: where the gradients are.
+        names: all names of parameters that have several (`lowp.wire.naming.all_names(model)`): patterns may name any of them.
 
     >>> compressor = lowp.Compressor({name: p.shape for name, p in model.named_parameters()}, "e5m2", scale="aps")
     >>> means = compressor.reduce({name: p.grad for name, p in model.named_parameters()})
@@ -41,13 +42,14 @@ class Compressor:
         *,
         group: Any = None,
         device: "torch.device | str" = "cpu",
+        names: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         settings = format if isinstance(format, Settings) else Settings.of(format, **options)
         device = torch.device(device)
-        self._parameters = Parameters(shapes, settings)
+        self._parameters = Parameters(shapes, settings, names)
         self.settings = settings
-        if unmatched := settings.unmatched(shapes):
+        if unmatched := settings.unmatched(shapes if names is None else names):
             raise ValueError(f"no parameter is called like {', '.join(map(repr, unmatched))}; there are {_some(shapes)}")
         self.state = State()
         warm_up(

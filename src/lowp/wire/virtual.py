@@ -91,6 +91,7 @@ class VirtualExchange:
         format, options: as for `lowp.compress_gradients`.
         buckets: names, bucket by bucket, in the order in which gradients lie there: to repeat a real run bit for bit, take
             those of its handle (`handle.buckets`). By default there is one bucket in the order of the shapes.
+        names: all names of parameters that have several (`lowp.wire.naming.all_names(model)`): patterns may name any of them.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class VirtualExchange:
         format: "Scheduled | Settings",
         *,
         buckets: "Sequence[Sequence[str]] | None" = None,
+        names: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         settings = format if isinstance(format, Settings) else Settings.of(format, **options)
@@ -108,7 +110,7 @@ class VirtualExchange:
         assert isinstance(settings.reduction, Reduction)
         self._world = world
         self._shapes = dict(shapes)
-        self._parameters = Parameters(shapes, settings)
+        self._parameters = Parameters(shapes, settings, names)
         self._settings = settings
         self._reduction = settings.reduction
         self.buckets = [list(bucket) for bucket in buckets] if buckets is not None else [list(shapes)]

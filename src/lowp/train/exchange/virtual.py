@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.train.exchange.base import Gradients
+from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
 from lowp.wire.virtual import VirtualExchange
 
@@ -31,7 +32,8 @@ class VirtualRanks:
         self.ranks = range(size)
         self._model = model
         self._parameters = parameters
-        self._exchange = VirtualExchange(size, {n: p.shape for n, p in parameters.items()}, settings, buckets=buckets)
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._exchange = VirtualExchange(size, shapes, settings, buckets=buckets, names=all_names(model))
         self._sent = self._of_fp32 = 0.0
 
     def reduce(self, gradients: Gradients) -> None:
