@@ -16,7 +16,7 @@ from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import Meter, Report, ring_bytes
-from lowp.wire.scaling import NONFINITE
+from lowp.wire.scaling import NONFINITE, warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.warm_up import warm_up
 
@@ -60,6 +60,8 @@ class Compressor:
         self._device = device
         try:
             agree(parent, f"version={__version__} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
+            if self._communicator.rank == 0:
+                warn_of_headroom(settings.formats, self._communicator.world)
             self._reduction = self._choose()
         except Exception as error:  # the group is not lost: the next one may have it
             self._communicator.close(failed=not isinstance(error, ValueError))

@@ -133,6 +133,16 @@ class Settings:
         choices = (self.format, *self.layers.values())
         return any(isinstance(c, Mapping) or (callable(c) and not isinstance(c, Codec)) for c in choices)
 
+    @property
+    def formats(self) -> "set[tuple[AnyFormat, Scale]]":
+        """All formats with their scales, as far as schedules tell."""
+        codecs = (
+            self.codec_at(choice, step)
+            for choice in (self.format, *self.layers.values())
+            for step in (sorted({0, *choice}) if isinstance(choice, Mapping) else [0])
+        )
+        return {(codec.format, codec.scale) for codec in codecs}
+
     def sums(self, reduction: Reduction) -> AnyFormat | None:
         return default_accumulate(reduction, self.accumulate)
 

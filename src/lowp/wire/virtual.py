@@ -19,6 +19,7 @@ from lowp.wire.plan import Layer, Shard, chunks_of, cuts_for
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import ring_bytes
 from lowp.wire.rules import Load, Stage
+from lowp.wire.scaling import warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
 
 Gradients = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -108,6 +109,7 @@ class VirtualExchange:
         if settings.reduction == "auto":
             raise ValueError("a virtual world has no link to measure: name a reduction instead of 'auto'")
         assert isinstance(settings.reduction, Reduction)
+        warn_of_headroom(settings.formats, world)
         self._world = world
         self._shapes = dict(shapes)
         self._parameters = Parameters(shapes, settings, names)
