@@ -74,9 +74,9 @@ class SharedScales:
         return layer.codec.scale.kind == "aps_delayed" and layer.name not in self._state.bounds
 
     @property
-    def agrees(self) -> bool:
-        """Is there a layer whose scale the ranks agree on in this step?"""
-        return bool(self._now)
+    def agreeing(self) -> int:
+        """How many layers there are whose scale the ranks agree on in this step."""
+        return len(self._now)
 
     def measure(self, numbers: Callable[[int], Tensor]) -> Tensor | None:
         """This rank's bounds (bytes) of the layers whose scale is to be agreed on; None if there are none."""

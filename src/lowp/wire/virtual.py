@@ -15,12 +15,14 @@ from torch import Tensor
 
 from lowp.wire.exchange import SharedScales, State, enter, largest_peaks, leave, remember_bounds, rules_for
 from lowp.wire.feedback import Feedback
+from lowp.wire.link import agreement_bytes
 from lowp.wire.plan import Layer, Shard, chunks_of, cuts_for
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import ring_bytes
 from lowp.wire.rules import Load, Stage
 from lowp.wire.scaling import warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
+from lowp.wire.traffic import bytes_of_bucket
 
 Gradients = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
@@ -168,12 +170,21 @@ class VirtualExchange:
         feedback = Feedback(self.residuals.__getitem__, layers) if self._settings.error_feedback else None
         return _Bucket(names, layers, self._world, SharedScales(layers, self._world, self.state, first.device), first, feedback)
 
-    def bytes_a_rank(self) -> tuple[float, float]:
-        """What each rank of a real cluster would send in a step, and what it would in float32: the reductions that share the
-        work (two_shot, ring, hierarchical) move every number 2 (W - 1) / W times."""
-        layers = [self._parameters.layers(names, self.state.step) for names in self.buckets]
-        sent = sum(layer.codec.wire_bytes(layer.size) for bucket in layers for layer in bucket)
-        return ring_bytes(sent, self._world), ring_bytes(sum(4 * layer.size for b in layers for layer in b), self._world)
+    def bytes_sent(self, rank: int = 0, device: "torch.device | str" = "cpu") -> tuple[int, float]:
+        """What a rank of a real cluster would send in the next step, and what it would send in float32, in a ring.
+
+        `device` is where the gradients are: it decides how they are cut, and with that the headers of messages.
+        """
+        sent, elements, device = 0, 0, torch.device(device)
+        for names in self.buckets:
+            layers = self._parameters.layers(names, self.state.step)
+            size = sum(layer.size for layer in layers)
+            reduction = self._reduction.of_size(size)
+            sums, cuts = self._settings.sums(reduction), cuts_for(self._settings.chunk, device)
+            sent += bytes_of_bucket(layers, reduction, rank, self._world, sums, self._settings.kahan, cuts)
+            sent += agreement_bytes(SharedScales(layers, self._world, self.state, device).agreeing, self._world)
+            elements += size
+        return sent, ring_bytes(4 * elements, self._world)
 
 
 class _Bucket:
@@ -190,7 +201,7 @@ class _Bucket:
     ) -> None:
         self.names = names
         self._layers, self._world, self._scales, self._example, self._feedback = layers, world, scales, example, feedback
-        self.agrees = scales.agrees
+        self.agrees = scales.agreeing > 0
 
     def _flat(self, rank: int, gradients: Mapping[str, Tensor]) -> Tensor:
         """A rank's gradients, with what rounding took from the last ones."""
