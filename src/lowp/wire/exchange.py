@@ -217,7 +217,16 @@ def rules_for(
     factors: "list[float] | Tensor",
 ) -> Rules:
     """The rules for a bucket, in either world."""
-    return Rules(world, settings.sums(reduction), settings.kahan, settings.seed, step, rank, feedback, factors=factors)
+    return Rules(
+        world=world,
+        accumulate=settings.sums(reduction),
+        kahan=settings.kahan,
+        seed=settings.seed,
+        step=step,
+        rank=rank,
+        feedback=feedback,
+        factors=factors,
+    )
 
 
 class BucketExchange:

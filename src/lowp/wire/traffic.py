@@ -71,7 +71,7 @@ def bytes_of_bucket(
 ) -> int:
     """What one rank sends for a bucket of these layers, after the ranks have agreed on scales."""
     reduction = reduction.of_size(sum(layer.size for layer in layers))
-    rules, link = LengthRules(world, accumulate, kahan, rank=rank), CountingLink(rank, world)
+    rules, link = LengthRules(world=world, accumulate=accumulate, kahan=kahan, rank=rank), CountingLink(rank, world)
     for chunk in chunks_of(layers, reduction.shards(world), cuts):
         numbers = torch.empty(chunk.size, device=_NOWHERE)
         peaks = torch.empty(len(chunk.parts), dtype=torch.uint8, device=_NOWHERE)
