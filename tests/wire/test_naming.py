@@ -89,6 +89,17 @@ def test_a_tied_parameter_is_found_by_any_name(pattern):
     assert changed(Tied(), layers={pattern: "fp16"}) == {"embedding.weight", "head.weight"}
 
 
+def test_a_recipe_may_name_the_tied_head():
+    from lowp.train.check import check_model
+    from lowp.train.models import build_model
+    from lowp.train.reading import read_recipe
+
+    options = {"width": 8, "layers": 1, "heads": 2, "tied": True}
+    model = build_model("gpt", shape=(8,), classes=11, options=options)
+    check_model(read_recipe("gpt", ['wire.skip=["head.*"]', "model.options.tied=true"]), model)
+    assert changed(model, skip="last") == {"embedding.tokens.weight", "head.weight"}
+
+
 def test_last_of_a_model_without_matrices():
     with pytest.raises(ValueError, match="no parameter here has two dimensions"):
         Parameters({"bias": torch.Size([3])}, Settings.of("e5m2", skip="last"))
