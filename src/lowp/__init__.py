@@ -1,7 +1,7 @@
 """lowp: training neural networks in low precision across many machines.
 
-The public API, and nothing else. `health`, `optim`, `simulation` and products of matrices are imported when something of them
-is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
+The public API, and nothing else. `fsdp`, `health`, `optim`, `simulation` and products of matrices are imported when something
+of them is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
 """
 
 from importlib import import_module
@@ -30,7 +30,6 @@ from lowp.tensor.ops import quantize as quantize
 from lowp.tensor.packing import pack as pack
 from lowp.tensor.packing import unpack as unpack
 from lowp.version import __version__ as __version__
-from lowp.wire import fsdp as fsdp
 from lowp.wire.collectives import all_reduce as all_reduce
 from lowp.wire.compressor import Compressor as Compressor
 from lowp.wire.ddp import compress_gradients as compress_gradients
@@ -40,6 +39,7 @@ from lowp.wire.replicas import check_replicas as check_replicas
 from lowp.wire.virtual import VirtualWorld as VirtualWorld
 
 if TYPE_CHECKING:  # what type checkers and editors see of _LATER
+    from lowp import fsdp as fsdp
     from lowp import health as health
     from lowp import optim as optim
     from lowp.health.audit import ForbiddenTensor as ForbiddenTensor
@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.tensor.matmul import matmul as matmul
 
 _LATER = {
+    "fsdp": "lowp.fsdp",
     "health": "lowp.health",
     "optim": "lowp.optim",
     "ForbiddenTensor": "lowp.health.audit",

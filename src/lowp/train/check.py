@@ -31,6 +31,7 @@ from lowp.train.recipe import LARGEST_RATE, LearningRate, Recipe, Wire
 from lowp.train.regular_file import check_regular, user_path
 from lowp.train.toml import to_toml
 from lowp.wire.codec import codec_of
+from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
 
 _SIDE, _CLASSES = 32, 10  # of what a model is asked with
@@ -53,7 +54,7 @@ def check(recipe: Recipe) -> None:
 
 def check_model(recipe: Recipe, model: nn.Module) -> None:
     """Raise RecipeError if a pattern of the recipe matches nothing in its model."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = list(all_names(model))
     for pattern in wire_settings(recipe, 1).unmatched(names):
         path = ("wire", "layers", pattern) if pattern in recipe.wire.layers else ("wire", "skip")
         near = difflib.get_close_matches(pattern, names, n=3) or [*names[:3], "..."]

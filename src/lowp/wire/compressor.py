@@ -17,7 +17,7 @@ from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import Meter, Report, ring_bytes
-from lowp.wire.scaling import NONFINITE
+from lowp.wire.scaling import NONFINITE, warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.state import Owner
 from lowp.wire.warm_up import warm_up
@@ -32,6 +32,7 @@ class Compressor:
         format, options: how they travel, as for `lowp.compress_gradients`.
         group: the ranks, all of them by default.
         device: where the gradients are.
+        names: all names of parameters that have several (`lowp.wire.naming.all_names(model)`): patterns may name any of them.
 
     >>> compressor = lowp.Compressor(model.named_parameters(), "e5m2", scale="aps")
     >>> means = compressor.reduce({name: p.grad for name, p in model.named_parameters()})
@@ -44,15 +45,16 @@ class Compressor:
         *,
         group: Any = None,
         device: "torch.device | str" = "cpu",
+        names: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         settings = format if isinstance(format, Settings) else Settings.of(format, **options)
         device = torch.device(device)
         shapes, self._dtypes = _read(parameters)
         self._shapes = shapes
-        self._parameters = Parameters(shapes, settings)
+        self._parameters = Parameters(shapes, settings, names)
         self.settings = settings
-        if unmatched := settings.unmatched(shapes):
+        if unmatched := settings.unmatched(shapes if names is None else names):
             raise ValueError(f"no parameter is called like {', '.join(map(repr, unmatched))}; there are {_some(shapes)}")
         self.state = State()
         self._device = device
@@ -64,6 +66,8 @@ class Compressor:
         parent = self._communicator.parent
         try:
             agree(parent, f"version={__version__} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
+            if self._communicator.rank == 0:
+                warn_of_headroom(settings.formats, self._communicator.world)
             self._reduction = self._choose()
         except Exception as error:  # the group is not lost: the next one may have it
             self._communicator.close(failed=not isinstance(error, ValueError))

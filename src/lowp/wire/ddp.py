@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowp.wire.collectives import check_gradient
 from lowp.wire.compressor import Compressor
+from lowp.wire.naming import all_names
 from lowp.wire.replicas import check_replicas
 from lowp.wire.report import Report
 from lowp.wire.settings import Settings
@@ -209,7 +210,8 @@ def compress_gradients(
             nodes of k ranks, "hybrid" (by size), or "auto": two_shot (on two ranks one_shot) if a measurement at start finds
             it faster than float32, else no compression.
         rounding: any of lowp's; "stochastic" takes `seed`.
-        skip: what stays in float32: "1d" (biases and norms), "last", or name patterns such as "*.embedding.*".
+        skip: what stays in float32: "1d" (biases and norms), "last" (the last layer that has a matrix), or name patterns such
+            as "*.embedding.*". A tied parameter is found by any of its names.
         layers: formats of their own, by name pattern: {"last": "fp16", "*.attention.*": "e4m3fn"}. The first match counts.
         accumulate: the format of sums. Default: float32 in two_shot and inside nodes, else the wire's own format.
         kahan: compensate the rounding of sums.
@@ -249,7 +251,8 @@ def compress_gradients(
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) != 1:
         raise ValueError(f"all parameters must be on one device, not on {', '.join(map(str, devices))}")
-    compressor = Compressor(parameters, settings, group=ddp.process_group, device=devices.pop())
+    names = all_names(ddp.module)
+    compressor = Compressor(parameters, settings, group=ddp.process_group, device=devices.pop(), names=names)
     switch = _switches.get(ddp) or _Switch(ddp.process_group)
     handle = Handle(ddp, compressor, switch, check_replicas)
     if not compressor.compresses:

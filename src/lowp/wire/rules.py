@@ -3,11 +3,13 @@
 Real and virtual worlds share this file, so that they can differ in nothing but who holds the numbers.
 
 Stages of a gradient's way:
-- ADDEND: a rank's own numbers, rounded to the wire's format (with error feedback, what rounding lost is added next time);
+- ADDEND: a rank's own numbers, rounded to the wire's format;
 - INSIDE: a rank's own numbers on the way within a node, in the format of sums;
 - NODE: the sum of a node, rounded to the wire's format;
 - PARTIAL: a sum on the way, rounded to the format of sums after every addition;
 - TOTAL: the sum of all ranks, rounded once more to the wire's format. Every rank decodes the same bytes.
+
+With error feedback, what is lost at any of them is kept by the rank that rounds (feedback.py).
 """
 
 import enum
@@ -70,7 +72,10 @@ class Load:
 
 @dataclass
 class Rules:
-    """`accumulate` is the format of sums; None stands for float32 in `two_shot` and for the wire's own format elsewhere."""
+    """`accumulate` is the format of sums; None stands for float32 in `two_shot` and for the wire's own format elsewhere.
+
+    `rank` is the one that does the work, and keeps what it loses; None stands for the owner of each element.
+    """
 
     world: int
     domain: Domain  # of the noise
@@ -78,10 +83,15 @@ class Rules:
     kahan: bool = False
     seed: int = 0
     step: int = 0
+    rank: int | None = 0
     feedback: Feedback | None = None
     meter: Meter | None = None
     factors: list[float] | Tensor = field(default_factory=list)  # by which each layer was multiplied
     level: int = 0  # 1 between nodes, whose numbers are not those of ranks: each level has noise of its own
+
+    def at(self, rank: int | None) -> "Rules":
+        """The same rules for the work of another rank."""
+        return self if self.feedback is None else replace(self, rank=rank)
 
     def codec(self, part: Part, stage: Stage) -> Codec:
         match stage:
@@ -96,12 +106,12 @@ class Rules:
 
     def layout(self, shard: Shard, stage: Stage) -> "tuple[tuple[Place, ...], int]":
         """Where each part of a shard lies in a message, and how long the message is. Worked out once for each kind."""
-        kind = (stage, self.accumulate, self.world, self.feedback is None)
+        kind = (stage, self.accumulate, self.world)
         if kind not in shard.messages:
             places: list[Place] = []
             for index, part in enumerate(shard.parts):
                 codec = self.codec(part, stage)
-                if places and self.feedback is None and codec.merges and places[-1].codec == codec:
+                if places and codec.merges and places[-1].codec == codec:
                     last = places.pop()
                     part = replace(last.part, size=last.part.size + part.size)
                     index = last.index
@@ -133,20 +143,28 @@ class Rules:
                 if load.lost is not None and stage == Stage.PARTIAL:
                     lost = load.lost[part.offset : part.offset + part.size]
                     self._write_part(lost, peak, part, codec, Stage.SENT_LOST, actor, message[length + begin : length + end])
-            return message
+        if self.feedback is not None and self._loses(load, shard, stage):
+            self._keep(_value(load), self.read(message, shard, stage), shard, stage not in (Stage.ADDEND, Stage.INSIDE))
+        return message
+
+    def _loses(self, load: Load, shard: Shard, stage: Stage) -> bool:
+        """May a message say less than the load? Of a rank's own numbers, nothing is a loss too: the last one is over."""
+        if stage in (Stage.ADDEND, Stage.INSIDE):
+            return True
+        if stage == Stage.PARTIAL:
+            return self._rounds_again(shard)
+        codecs = (self.codec(part, stage) for part in shard.parts)
+        return load.lost is not None or any(codec.format != FP32 or codec.keep < 1 for codec in codecs)
+
+    def _keep(self, before: Tensor, after: Load, shard: Shard, of_sum: bool) -> None:
+        assert self.feedback is not None
+        self.feedback.keep(self.rank, shard, before.sub_(_value(after)), self.factors, of_sum)
 
     def _write_part(
         self, numbers: Tensor, peak: Tensor | None, part: Part, codec: Codec, stage: Stage, actor: int, room: Tensor
     ) -> None:
-        first = stage in (Stage.ADDEND, Stage.NODE)  # what is lost here can be kept
-        if first and self.feedback is not None:
-            numbers = self.feedback.add(numbers, part, self.factors[part.layer])
         codec.encode(numbers, room, self.noise(part, stage, actor) if codec.stochastic else None, peak)
-        if first and self.feedback is not None:
-            decoded = torch.empty_like(numbers)
-            codec.decode(room, decoded)
-            self.feedback.keep(numbers, decoded, part, self.factors[part.layer])
-        if first and self.meter is not None:
+        if stage in (Stage.ADDEND, Stage.NODE) and self.meter is not None:
             self.meter.see(codec, numbers, room)
 
     def read(self, message: Tensor, shard: Shard, stage: Stage, out: Tensor | None = None) -> Load:
@@ -196,9 +214,12 @@ class Rules:
 
     def sent_on(self, total: Load, shard: Shard, actor: int) -> Load:
         """A partial sum as it would arrive elsewhere. It is rounded already, but a scale of its own may round it again."""
-        if all(part.codec.scale.shared and part.codec.keep == 1 for part in shard.parts):
+        if not self._rounds_again(shard):
             return total
         return self.read(self.write(total, shard, Stage.PARTIAL, actor), shard, Stage.PARTIAL)
+
+    def _rounds_again(self, shard: Shard) -> bool:
+        return not all(part.codec.scale.shared and part.codec.keep == 1 for part in shard.parts)
 
     def noise(self, part: Part, stage: Stage, actor: int) -> Noise:
         """Counted by element of the layer, so that it does not matter how a bucket is cut."""
@@ -214,8 +235,12 @@ class Rules:
 
     def begin(self, load: Load, shard: Shard, actor: int) -> Load:
         """The first addend as a sum. It takes over the load."""
+        before = _value(load) if self._keeps_sums(shard) else None
         self.round_(load.numbers, shard, Stage.FIRST, actor)
-        return Load(load.numbers, load.peaks, torch.zeros_like(load.numbers) if self.kahan else None)
+        begun = Load(load.numbers, load.peaks, torch.zeros_like(load.numbers) if self.kahan else None)
+        if before is not None:
+            self._keep(before, begun, shard, of_sum=True)
+        return begun
 
     def add(self, total: Load, load: Load, shard: Shard, actor: int) -> Load:
         """`total + load`, rounded to the format of sums; with Kahan, y = Q(x - c); t = Q(r + y); c = Q(Q(t - r) - y).
@@ -223,6 +248,16 @@ class Rules:
         It takes over both. `load` may itself be a sum with a compensation. `actor` names the addition: a rank that adds several
         times takes another number each time, or its roundings would all draw the same.
         """
+        before = _value(total).add_(_value(load)) if self._keeps_sums(shard) else None
+        whole = self._add(total, load, shard, actor)
+        if before is not None:
+            self._keep(before, whole, shard, of_sum=True)
+        return whole
+
+    def _keeps_sums(self, shard: Shard) -> bool:
+        return self.feedback is not None and any(self.codec(part, Stage.PARTIAL).format != FP32 for part in shard.parts)
+
+    def _add(self, total: Load, load: Load, shard: Shard, actor: int) -> Load:
         peaks = torch.maximum(total.peaks, load.peaks)
         if total.lost is None:
             return Load(self.round_(total.numbers.add_(load.numbers), shard, Stage.PARTIAL, actor), peaks)
@@ -245,7 +280,7 @@ class Rules:
         plain = not self.kahan and all(self.codec(part, Stage.PARTIAL).format == FP32 for part in shard.parts)
         if not plain or not all(place.codec.adds(messages[0].device) for place in places):
             total = self.fold((self.read(message, shard, stage) for message in messages), shard, actors)
-            return total if out is None else Load(out.copy_(total.numbers), total.peaks)
+            return total if out is None else Load(out.copy_(total.numbers), total.peaks, total.lost)
         total = self.read(messages[0], shard, stage, scratch(shard.size, torch.float32, 2) if out is None else out)
         with self._timed("decode", total.numbers.device):
             peak = torch.zeros(1, dtype=torch.uint8)
@@ -257,6 +292,12 @@ class Rules:
                         total.peaks[index : index + 1].clamp_(min=int(peak))
         return total
 
+    def end(self, total: Load, shard: Shard) -> Load:
+        """A sum that is not rounded to be sent: its compensation goes."""
+        if self.feedback is not None and total.lost is not None:
+            self.feedback.keep(self.rank, shard, -total.lost, self.factors, of_sum=True)
+        return Load(total.numbers, total.peaks)
+
     def fold(self, loads: Iterable[Load], shard: Shard, actors: Iterable[int]) -> Load:
         """Add one after the other."""
         total: Load | None = None
@@ -264,3 +305,8 @@ class Rules:
             total = self.begin(load, shard, actor) if total is None else self.add(total, load, shard, actor)
         assert total is not None
         return total
+
+
+def _value(load: Load) -> Tensor:
+    """What a load stands for, in memory of its own: its numbers less their compensation."""
+    return load.numbers.clone() if load.lost is None else load.numbers - load.lost

@@ -10,6 +10,7 @@ from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.wire.codec import Codec, codec_of
+from lowp.wire.naming import last_layer
 from lowp.wire.payload import check_format
 from lowp.wire.plan import Layer
 from lowp.wire.reductions import reduction_of
@@ -112,18 +113,22 @@ class Settings:
         codec = codec_of(choice, self.rounding, self.scale)
         return UNCOMPRESSED if codec.format == FP32 and codec.keep == 1 else codec
 
-    def codec(self, name: str, dimensions: int, last: bool, step: int) -> Codec:
+    def codec(self, names: Iterable[str], dimensions: int, last: bool, step: int) -> Codec:
         """The codec of one parameter: its own entry in `layers`, else float32 if it is skipped, else the common one.
 
-        Patterns are those of shells ("*.bias"); "last" stands for the model's last layer, "1d" for biases and norms.
+        Patterns are those of shells ("*.bias"), for any of the parameter's names; "last" stands for the last layer that has a
+        matrix, "1d" for biases and norms.
         """
+
+        def meant(pattern: str) -> bool:
+            if (pattern == "last" and last) or (pattern == "1d" and dimensions <= 1):
+                return True
+            return any(fnmatchcase(name, pattern) for name in names)
+
         for pattern, choice in self.layers.items():
-            if (pattern == "last" and last) or (pattern == "1d" and dimensions <= 1) or fnmatchcase(name, pattern):
+            if meant(pattern):
                 return self.codec_at(choice, step)
-        for pattern in self.skip:
-            if (pattern == "1d" and dimensions <= 1) or (pattern == "last" and last) or fnmatchcase(name, pattern):
-                return UNCOMPRESSED
-        return self.codec_at(self.format, step)
+        return UNCOMPRESSED if any(meant(pattern) for pattern in self.skip) else self.codec_at(self.format, step)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Patterns that match no parameter: surely a mistake."""
@@ -135,6 +140,16 @@ class Settings:
     def scheduled(self) -> bool:
         """Does a format depend on the step?"""
         return any(isinstance(c, Mapping) or (callable(c) and not isinstance(c, Codec)) for c in self._choices)
+
+    @property
+    def formats(self) -> "set[tuple[AnyFormat, Scale]]":
+        """All formats with their scales, as far as schedules tell."""
+        codecs = (
+            self.codec_at(choice, step)
+            for choice in (self.format, *self.layers.values())
+            for step in (sorted({0, *choice}) if isinstance(choice, Mapping) else [0])
+        )
+        return {(codec.format, codec.scale) for codec in codecs}
 
     def sums(self, reduction: Reduction) -> AnyFormat | None:
         return default_accumulate(reduction, self.accumulate)
@@ -166,17 +181,26 @@ class Settings:
 
 
 class Parameters:
-    """A model's parameters, by name, in its order: what each is as a layer on the wire."""
+    """A model's parameters, by name, in its order: what each is as a layer on the wire.
 
-    def __init__(self, shapes: Mapping[str, Size], settings: Settings) -> None:
+    `names` are all their names, where some are tied (naming.py).
+    """
+
+    def __init__(self, shapes: Mapping[str, Size], settings: Settings, names: Mapping[str, str] | None = None) -> None:
         self._shapes = dict(shapes)
         self._settings = settings
-        self._last = _last_layer(list(shapes))
+        everything = {n: n for n in shapes} if names is None else {n: k for n, k in names.items() if k in shapes}
+        self._names: dict[str, list[str]] = {name: [] for name in shapes}
+        for name, known in everything.items():
+            self._names[known].append(name)
+        self._last = last_layer(everything, self._shapes)
+        if not self._last and "last" in (*settings.layers, *settings.skip):
+            raise ValueError("'last' is the last layer that has a matrix, and no parameter here has two dimensions")
         self.numbers = {name: number for number, name in enumerate(shapes)}
         self._kept: dict[tuple[str, ...], tuple[Layer, ...]] = {}
 
     def codec(self, name: str, step: int) -> Codec:
-        return self._settings.codec(name, len(self._shapes[name]), name in self._last, step)
+        return self._settings.codec(self._names[name], len(self._shapes[name]), name in self._last, step)
 
     @property
     def known_codecs(self) -> set[Codec]:
@@ -192,9 +216,3 @@ class Parameters:
         if not self._settings.scheduled:
             self._kept[key] = found
         return found
-
-
-def _last_layer(names: list[str]) -> set[str]:
-    """The parameters of the module that comes last."""
-    owner = names[-1].rpartition(".")[0] if names else ""
-    return {name for name in names if name.rpartition(".")[0] == owner} if owner else set(names[-1:])

@@ -154,8 +154,8 @@ class VirtualTeam(Team):
         exchange = VirtualExchange(
             self.world, {"sum": addends[0].shape}, codec.codec.format, scale=codec.codec.scale, reduction="two_shot"
         )
-        sent, of_fp32 = exchange.bytes_a_rank()
-        self._count(self.world * sent, self.world * of_fp32)
+        for rank in self.local:
+            self._count(*exchange.bytes_sent(rank, addends[0].device))
         return exchange.reduce(lambda rank: {"sum": addends[rank]}, mean=False)["sum"]
 
     def pass_on(self, message: Tensor | None, source: int, target: int, room: Tensor | None, count: int) -> Tensor | None:
