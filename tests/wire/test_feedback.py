@@ -16,7 +16,7 @@ from lowp.wire.settings import Settings
 from lowp.wire.virtual import VirtualExchange
 
 SHAPES = {"weight": torch.Size([8, 5]), "bias": torch.Size([5])}
-STEPS = 40
+STEPS = 24
 CASES = [
     ("e4m3fn", {"scale": "aps"}),
     ("e3m1", {"scale": "block:16", "accumulate": "e4m1", "kahan": True}),
@@ -38,17 +38,17 @@ def test_what_is_lost_does_not_grow(reduction, format, more):
     world = 3
     exchange = VirtualExchange(world, SHAPES, format, error_feedback=True, reduction=reduction, chunk=48, **more)
     missing = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    largest = []
+    sizes = []
     for step in range(STEPS):
         got = exchange.reduce(lambda rank, step=step: gradients(rank, step), mean=False)
         for name, total in missing.items():
             total += sum(gradients(rank, step)[name].double() for rank in range(world)) - got[name].double()
-        largest.append(max(float(total.abs().max()) for total in missing.values()))
+        sizes.append(float(torch.cat([total.view(-1) for total in missing.values()]).norm()))
     kept = {name: sum(theirs[name].double() for theirs in exchange.residuals) for name in SHAPES}
     for name, total in missing.items():
         torch.testing.assert_close(kept[name].view(SHAPES[name]), total, rtol=0, atol=1e-2 if "kahan" in more else 1e-3)
-    assert max(largest[STEPS // 2 :]) < 1.5 * max(largest[: STEPS // 2])
-    assert max(largest) < 25  # the numbers themselves add up to 36
+    first, second = sizes[: STEPS // 2], sizes[STEPS // 2 :]
+    assert sum(second) < 1.3 * sum(first)  # .9 to 1.1; without feedback for sums it is 1.6 to 1.8 here
 
 
 BUCKETS = ([["weight", "bias"]], [["bias"], ["weight"]], [["bias", "weight"]])
