@@ -22,21 +22,25 @@ What is seen is what is dispatched, and therefore:
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp.health.allowances import Allowance, Sighting, holds, memory_of, parse_allowances, sightings
+from lowp.health.bodies import Bodies
 from lowp.health.columns import aligned
+from lowp.health.holdings import Holding, of_module, of_optimizer
 from lowp.health.places import Place, Places
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _NOWHERE = "outside any module"
 _NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_PAIRS = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
 class ForbiddenTensor(RuntimeError):
@@ -182,9 +186,11 @@ def audit(
 @contextmanager
 def _watch(report: Report, allowances: tuple[Allowance, ...], strict: bool) -> Iterator[Report]:
     # Without the stance, torch would run compiled functions eagerly under a dispatch mode too, but for ever after (2.13).
-    with torch.compiler.set_stance("force_eager"), Places() as places, _Watcher(report, allowances, strict, places):
+    with torch.compiler.set_stance("force_eager"), Places() as places, _Watcher(report, allowances, strict, places) as watcher:
         try:
             yield report
+            for owner in (*places.models, *places.optimizers):
+                watcher.check_holdings(owner)
         finally:
             report._open = False  # a thread may still be in the mode
 
@@ -208,13 +214,16 @@ def _parse_dtypes(forbid: Any) -> tuple[torch.dtype, ...]:
 class _Watcher(TorchDispatchMode):
     """Looks at each operation's tensors. Operations that are fine pay for the look alone: no stack is walked for them."""
 
-    supports_higher_order_operators = True  # torch.cond and flex_attention run as one operation, and are seen as one
+    supports_higher_order_operators = True
 
     def __init__(self, report: Report, allowances: tuple[Allowance, ...], strict: bool, places: Places):
         super().__init__()
         self.report, self.allowances, self.strict, self.places = report, allowances, strict, places
-        self.forbidden = frozenset(report.forbidden)
+        self.forbidden = frozenset(report.forbidden) | {_PAIRS[dtype] for dtype in report.forbidden if dtype in _PAIRS}
         self.excused_memory: dict[int, Allowance] = {}
+        self.bodies = Bodies(self._refuse_hidden_body)
+        self.known_holdings: set[tuple] = set()
+        places.at_border = self.check_holdings
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -223,8 +232,10 @@ class _Watcher(TorchDispatchMode):
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 return NotImplemented  # a wrapper: it now unfolds into operations on what it wraps, which come here
-        out = func(*args, **kwargs)
-        if self.report._open:
+        if not self.report._open:
+            return func(*args, **kwargs)
+        out, own = self.bodies.run(self, func, args, kwargs)
+        if own and self.report._open:
             self.report._count()
             if torch._C._current_graph_task_id() != -1:
                 self._refuse_compiled_backward()
@@ -238,14 +249,30 @@ class _Watcher(TorchDispatchMode):
         if not left:
             return
         first = max(left, key=lambda seen: seen.made)  # what it made says more than what it was given
-        place = find_place()
+        self._find(left, first, find_place(), "made" if first.made else "touched")
+
+    def _find(self, left: list[Sighting], first: Sighting, place: Place, verb: str) -> None:
         self.report._find(left, first, place)
         if self.strict:
-            verb = "made" if first.made else "touched"
             what = f"{_names((first.tensor.dtype,))} tensor of shape {tuple(first.tensor.shape)}"
             where = _where(place) if _where(place).startswith(_NOWHERE) else f"in {_where(place)}"
             message = f"audit: {first.operation} {verb} a {what}, {where}, at {place.line}"
             raise ForbiddenTensor(f"{message}; forbidden are {_names(self.report.forbidden)}", first, place)
+
+    def check_holdings(self, owner: nn.Module | Optimizer) -> None:
+        """Judge what a module or an optimizer holds, each tensor once. No operation need ever touch it."""
+        if self.report._open:
+            for held in of_optimizer(owner) if isinstance(owner, Optimizer) else of_module(owner):
+                identity = held.what, held.owner, memory_of(held.tensor), held.tensor.dtype
+                if identity not in self.known_holdings and holds((held.tensor,), self.forbidden) and not held.tensor.is_meta:
+                    self.known_holdings.add(identity)
+                    self._judge_holding(held)
+
+    def _judge_holding(self, held: Holding) -> None:
+        place = replace(self.places.find(), module=self.places.name_of(held.owner), node="")
+        seen = Sighting(held.what, "", held.tensor, False, lambda: place)
+        if not self._excuse(seen):
+            self._find([seen], seen, place, "is")
 
     def _excuse(self, seen: Sighting) -> bool:
         """Does an allowance match? What it excused when made stays excused when autograd detaches it to save it."""
@@ -263,8 +290,19 @@ class _Watcher(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if type(node).__name__ != "CompiledFunctionBackward":
             return
-        message = "a backward pass whose forward ran compiled before the audit began; begin the audit before the forward pass"
-        if message not in self.report.unseen:
-            self.report.unseen.append(message)
+        self._unseen("a backward pass whose forward ran compiled before the audit began; begin the audit before the forward pass")
+
+    def _refuse_hidden_body(self, func: Any) -> None:
+        name = str(func.overloadpacket)
+        if not self._excuse(Sighting(name, "inside", torch.empty(0), False, cache(self.places.find))):
+            self._unseen(
+                f"the inside of {name}, which is no operator of torch's and has no body in Python; "
+                f"its arguments and results were seen (to trust it: allow=['op:{name}'])"
+            )
+
+    def _unseen(self, what: str) -> None:
+        with self.report._lock:
+            if what not in self.report.unseen:
+                self.report.unseen.append(what)
         if self.strict:
-            raise RuntimeError(f"audit: cannot see {message}")
+            raise RuntimeError(f"audit: cannot see {what}")
