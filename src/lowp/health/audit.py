@@ -1,22 +1,29 @@
 """The audit: a proof, by watching every operation, that training made no tensor of a forbidden dtype.
 
-    with lowp.audit(forbid=(torch.float32, torch.float64)):
+    with lowp.audit(forbid=(torch.float32, torch.float64)) as report:
         train()
+    assert report.clean   # nothing was found, and nothing ran that the audit cannot see
 
 Every operation that torch dispatches, in forward, backward, hooks and the optimizer, is looked at after it ran: its arguments
-and its results. Not counted are scalars (0-dim tensors), integers, and tensors without memory (empty ones, the meta device).
+and its results, and what runs inside of it where that is made of operations (bodies.py). After each call of a model, after each
+optimizer step and at the end it also looks at what they hold: parameters, gradients, buffers, states (holdings.py). Not counted
+are scalars (0-dim tensors), integers, and tensors without memory (empty ones, the meta device). A complex tensor is of its
+real dtype: forbidding float32 forbids complex64.
 
-What is seen is what is dispatched, and therefore:
+What is seen is what is dispatched or held, and therefore:
 
 - A kernel's registers, and the scratch memory that a torch kernel takes and frees inside one operation, are not tensors. lowp's
-  own optimizers keep their FP32 in registers where they run precompiled; where nothing can be compiled they run as plain
-  operations, and are seen.
+  own kernels (C++, Triton, inductor's) keep their FP32 in registers; where nothing can be compiled they run as plain operations,
+  and are seen.
+- The inside of a C++ operator that is not torch's own cannot be seen: an entry of `report.unseen`, unless its name is allowed.
 - `torch.compile` would hide what it fuses. While the audit lasts, compiled functions run eagerly (stance "force_eager"), in all
   threads. A backward pass whose forward ran compiled *before* the audit began cannot be undone: it is noticed if it dispatches
   anything at all, and is then an error, or an entry of `report.unseen`. Begin the audit before the forward pass.
 - A dispatch mode belongs to its thread. Autograd carries it into its device threads, and the wire into the thread on which it
-  carries gradients. Any other thread must take it along itself, as lowp/wire/courier.py does.
-- A tensor from outside (`torch.from_numpy`, a file) is seen when an operation first touches it.
+  carries gradients. Any other thread must take it along itself, as lowp/wire/courier.py does. One that begins during the audit,
+  and uses torch without, is an entry of `report.unseen` (threads.py). Threads that ran before, and other processes, are not
+  part of the proof; nor is a CUDA graph that was captured before.
+- A tensor from outside (`torch.from_numpy`, a file) is seen when an operation first touches it, or where it is held.
 """
 
 import threading
@@ -36,6 +43,7 @@ from lowp.health.bodies import Bodies
 from lowp.health.columns import aligned
 from lowp.health.holdings import Holding, of_module, of_optimizer
 from lowp.health.places import Place, Places
+from lowp.health.threads import noticed
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _NOWHERE = "outside any module"
@@ -103,6 +111,15 @@ class Report:
         """Was nothing found, and nothing unseen?"""
         return not self._findings and not self.unseen
 
+    @property
+    def verdict(self) -> str:
+        """One line: the heaviest finding, or what was not seen, or that all is well."""
+        if findings := self.findings:
+            first = findings[0]
+            more = f" (and {len(findings) - 1} findings more)" if len(findings) > 1 else ""
+            return f"{first.operation}: a {_names((first.dtype,))} tensor, {_in(first.place)}, at {first.line}{more}"
+        return f"cannot see {self.unseen[0]}" if self.unseen else "nothing found"
+
     def __str__(self) -> str:
         findings = self.findings
         lines = [f"audit of {self.operations:,} operations; forbidden are {_names(self.forbidden)}"]
@@ -124,6 +141,11 @@ class Report:
         with self._lock:
             tensors, before = self.allowed[name]
             self.allowed[name] = tensors + 1, before + bytes
+
+    def _miss(self, what: str) -> None:
+        with self._lock:
+            if what not in self.unseen:
+                self.unseen.append(what)
 
     def _find(self, left: list[Sighting], first: Sighting, place: Place) -> None:
         with self._lock:
@@ -149,6 +171,11 @@ def _where(place: Place) -> str:
     steps = ", ".join(filter(None, (place.phase if place.phase == "backward" else "", place.node)))
     where = place.module or ("lowp.wire" if "wire" in place.lowp_parts else _NOWHERE)
     return where + (f" ({steps})" if steps else "")
+
+
+def _in(place: Place) -> str:
+    where = _where(place)
+    return where if where.startswith(_NOWHERE) else f"in {where}"
 
 
 def audit(
@@ -188,9 +215,12 @@ def _watch(report: Report, allowances: tuple[Allowance, ...], strict: bool) -> I
     # Without the stance, torch would run compiled functions eagerly under a dispatch mode too, but for ever after (2.13).
     with torch.compiler.set_stance("force_eager"), Places() as places, _Watcher(report, allowances, strict, places) as watcher:
         try:
-            yield report
+            with noticed(watcher, watcher.miss_thread):
+                yield report
             for owner in (*places.models, *places.optimizers):
                 watcher.check_holdings(owner)
+            if strict and report.unseen:  # by a thread, where nothing could be raised
+                raise RuntimeError(f"audit: cannot see {report.unseen[0]}")
         finally:
             report._open = False  # a thread may still be in the mode
 
@@ -255,8 +285,7 @@ class _Watcher(TorchDispatchMode):
         self.report._find(left, first, place)
         if self.strict:
             what = f"{_names((first.tensor.dtype,))} tensor of shape {tuple(first.tensor.shape)}"
-            where = _where(place) if _where(place).startswith(_NOWHERE) else f"in {_where(place)}"
-            message = f"audit: {first.operation} {verb} a {what}, {where}, at {place.line}"
+            message = f"audit: {first.operation} {verb} a {what}, {_in(place)}, at {place.line}"
             raise ForbiddenTensor(f"{message}; forbidden are {_names(self.report.forbidden)}", first, place)
 
     def check_holdings(self, owner: nn.Module | Optimizer) -> None:
@@ -300,9 +329,10 @@ class _Watcher(TorchDispatchMode):
                 f"its arguments and results were seen (to trust it: allow=['op:{name}'])"
             )
 
+    def miss_thread(self, name: str) -> None:
+        self.report._miss(f"the operations of thread {name!r}; it must take the audit's mode along, as lowp/wire/courier.py does")
+
     def _unseen(self, what: str) -> None:
-        with self.report._lock:
-            if what not in self.report.unseen:
-                self.report.unseen.append(what)
+        self.report._miss(what)
         if self.strict:
             raise RuntimeError(f"audit: cannot see {what}")

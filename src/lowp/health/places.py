@@ -182,8 +182,8 @@ class _Trace:
                 if part != "health":
                     self.lowp_parts.add(part)
                     self.lowp_line = self.lowp_line or _line(frame)
-            elif self.line is None and not _is_standard(path):
-                self.line = _line(frame)
+            elif self.line is None and "cli" not in self.lowp_parts and not _is_standard(path):
+                self.line = _line(frame)  # not further out than the `lowp` command: only what started it is there
             frame = frame.f_back
 
 
