@@ -1,4 +1,4 @@
-"""The audit looks where a dispatch mode alone does not: into operators' bodies, at what is held; and says what it cannot see."""
+"""The audit looks where a dispatch mode alone does not (operators' bodies, what is held), and says what it cannot see."""
 
 import threading
 from contextlib import ExitStack
@@ -137,9 +137,9 @@ def test_compositions_of_torch_in_inference_mode():
 def test_branches_of_higher_order_operators():
     x = half(3)
     branches = (lambda x: (x.float().half(),)), (lambda x: (x.cos(),))
-    for run, wide in ((True, True), (False, False)):
-        found = found_by(lambda run=run: torch.cond(torch.tensor(run), *branches, (x,)))
-        assert (("aten._to_copy", torch.float32) in found) is wide
+    for first in (True, False):
+        found = found_by(lambda first=first: torch.cond(torch.tensor(first), *branches, (x,)))
+        assert (("aten._to_copy", torch.float32) in found) is first
     with pytest.raises(ForbiddenTensor), audit():
         torch.cond(torch.tensor(True), *branches, (x,))
     gradient = found_by(lambda: torch.cond(torch.tensor(False), *branches, (x.clone().requires_grad_(),))[0].sum().backward())
@@ -180,7 +180,9 @@ def test_an_operator_that_cannot_be_seen_is_said():
 # --- dtypes ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("forbid", "dtype"), [("fp32", torch.complex64), ("fp64", torch.complex128), ("fp16", torch.complex32)])
+@pytest.mark.parametrize(
+    ("forbid", "dtype"), [("fp32", torch.complex64), ("fp64", torch.complex128), ("fp16", torch.complex32)]
+)
 def test_complex_numbers_are_made_of_real_ones(forbid, dtype):
     with pytest.raises(ForbiddenTensor) as caught, audit(forbid):
         torch.zeros(3, dtype=dtype)
@@ -192,9 +194,13 @@ def test_complex_numbers_are_made_of_real_ones(forbid, dtype):
 
 def test_a_parameter_that_nothing_touches():
     model, wide = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half(), torch.zeros(4, 4)
-    with pytest.raises(ForbiddenTensor) as caught, audit():
+
+    def swap():
         model(half(2, 4))
         model[1].weight.data = wide
+
+    with pytest.raises(ForbiddenTensor) as caught, audit():
+        swap()
     assert (caught.value.operation, caught.value.module) == ("parameter weight", "1")
     assert "audit: parameter weight is a float32 tensor of shape (4, 4), in 1, at " in str(caught.value)
 

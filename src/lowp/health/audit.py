@@ -13,8 +13,8 @@ real dtype: forbidding float32 forbids complex64.
 What is seen is what is dispatched or held, and therefore:
 
 - A kernel's registers, and the scratch memory that a torch kernel takes and frees inside one operation, are not tensors. lowp's
-  own kernels (C++, Triton, inductor's) keep their FP32 in registers; where nothing can be compiled they run as plain operations,
-  and are seen.
+  own kernels (C++, Triton, inductor's) keep their FP32 in registers. Where nothing can be compiled, plain operations run, and
+  are seen.
 - The inside of a C++ operator that is not torch's own cannot be seen: an entry of `report.unseen`, unless its name is allowed.
 - `torch.compile` would hide what it fuses. While the audit lasts, compiled functions run eagerly (stance "force_eager"), in all
   threads. A backward pass whose forward ran compiled *before* the audit began cannot be undone: it is noticed if it dispatches
@@ -319,7 +319,9 @@ class _Watcher(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if type(node).__name__ != "CompiledFunctionBackward":
             return
-        self._unseen("a backward pass whose forward ran compiled before the audit began; begin the audit before the forward pass")
+        self._unseen(
+            "a backward pass whose forward ran compiled before the audit began; begin the audit before the forward pass"
+        )
 
     def _refuse_hidden_body(self, func: Any) -> None:
         name = str(func.overloadpacket)
@@ -330,7 +332,9 @@ class _Watcher(TorchDispatchMode):
             )
 
     def miss_thread(self, name: str) -> None:
-        self.report._miss(f"the operations of thread {name!r}; it must take the audit's mode along, as lowp/wire/courier.py does")
+        self.report._miss(
+            f"the operations of thread {name!r}; it must take the audit's mode along, as lowp/wire/courier.py does"
+        )
 
     def _unseen(self, what: str) -> None:
         self.report._miss(what)

@@ -1,7 +1,7 @@
 """Threads that begin during an audit and use torch without taking the audit's mode along.
 
-A dispatch mode belongs to its thread, and nothing tells that another one dispatches operations. But Python tells every new thread's
-calls to a profiling function (`threading.setprofile`): a call of a tensor's method or of one of torch's functions is enough to
+A dispatch mode belongs to its thread, and nothing tells that another one dispatches operations. But Python can tell a function
+of every call in a new thread (`threading.setprofile`): a call of a tensor's method or of one of torch's functions is enough to
 know. The function takes itself off a thread as soon as that is known, or the audit is over; other threads never see it.
 """
 
@@ -24,7 +24,7 @@ def noticed(mode: TorchDispatchMode, tell: Callable[[str], None]) -> Iterator[No
     """While this lasts, `tell` is told the name of each new thread that uses torch where `mode` does not watch."""
     before, over = threading.getprofile(), False
 
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
+    def profile(frame: FrameType, event: Any, argument: Any) -> None:
         if over:
             sys.setprofile(before)
         elif event == "c_call" and _is_torchs(argument):

@@ -10,7 +10,6 @@ and the tensors of `operation.tables`.
 import math
 import struct
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -85,7 +84,7 @@ def _stored_bits(value: float, carrier: Carrier) -> int:
 @lru_cache(maxsize=256)
 def _posit_gaps(fmt: PositFormat, carrier: Carrier) -> tuple[Table, ...]:
     """Of every posit from zero up; above the largest there is nowhere to go."""
-    values = [Fraction(fmt.value(code)) for code in range(fmt.max_code + 1)]
+    values = [fmt.value(code) for code in range(fmt.max_code + 1)]
     return gap_tables([*pairwise(values), None], carrier)
 
 

@@ -144,9 +144,7 @@ def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool) -> 
         results += values
     negative = [side == 1 and fmt.signed for side, (_, values) in enumerate(sides) for _ in values]
     gaps = [_gap(value, fmt, below, saturate) for value, below in zip(results, negative, strict=True)]
-    even = [
-        gap is not None and _is_even(value, fmt, below) for value, below, gap in zip(results, negative, gaps, strict=True)
-    ]
+    even = [gap is not None and _is_even(value, fmt, below) for value, below, gap in zip(results, negative, gaps, strict=True)]
     tables = (
         Table(entry_of_cell, carrier.compute),
         Table(step_of_cell, carrier.compute),
@@ -164,7 +162,7 @@ def _is_even(value: float, fmt: Format, negative: bool) -> bool:
     return math.isfinite(value) and reference.encode_magnitude(abs(Fraction(value)), fmt, negative) % 2 == 0
 
 
-Gap = tuple[Fraction, Fraction] | None  # a magnitude and the next larger one; None where there is nowhere to go
+Gap = tuple[float, float] | None  # a magnitude and the next larger one; None where there is nowhere to go
 
 
 def _gap(value: float, fmt: Format, negative: bool, saturate: bool) -> Gap:
@@ -172,39 +170,40 @@ def _gap(value: float, fmt: Format, negative: bool, saturate: bool) -> Gap:
         return None
     near = reference.neighbours(abs(Fraction(value)), fmt, negative)
     ends = near.high == near.low or (saturate and value == (fmt.min if negative else fmt.max))
-    return None if ends else (near.low, near.high)
+    return None if ends else (float(near.low), float(near.high))
 
 
 _MOST = 1 << 32  # units in a gap: times 30 random bits, an integer of 64 bits holds them
 _FAR = 60  # bits to the right: a float32's significand and 30 bits more are gone by then
 
 
-def gap_tables(gaps: Sequence[Gap], carrier: Carrier) -> "tuple[Table, ...]":
+def gap_tables(gaps: Sequence[Gap], carrier: Carrier) -> tuple[Table, ...]:
     """What `goes_up` looks up for each entry.
 
     The numbers at both ends are integers times a power of two, the unit. Three tables of integers: the lower end and the length
-    in units, and the unit's exponent, counted from the one that the significands of float32's lowest binade are multiples of.
+    in units, and the unit's exponent, counted from that of the carrier's smallest number.
     Where a gap has too many units, and for float64 numbers, two tables of float64: the ends.
     """
-    units = [None if gap is None else Fraction(1, max(end.denominator for end in gap)) for gap in gaps]
-    for i, gap in enumerate(gaps):
-        if gap is not None and units[i] == 1:  # integers: the largest power of two that divides both
-            units[i] = Fraction(math.gcd(*(end.numerator & -end.numerator for end in gap if end)))
-    counted = [
-        (_MOST, 0, _FAR + (carrier.infinity >> carrier.fraction_bits))  # a start that nothing reaches
-        if gap is None or unit is None
-        else (int(gap[0] / unit), int((gap[1] - gap[0]) / unit), _exponent(unit) - carrier.min_exponent + carrier.fraction_bits)
-        for gap, unit in zip(gaps, units, strict=True)
-    ]
+    lowest = carrier.min_exponent - carrier.fraction_bits
+    counted = []
+    for gap in gaps:
+        if gap is None:
+            counted.append((_MOST, 0, _FAR + (carrier.infinity >> carrier.fraction_bits)))  # a start that nothing reaches
+            continue
+        unit = min(_last_place(end) for end in gap if end)
+        start, end = (int(math.ldexp(number, -unit)) for number in gap)
+        counted.append((start, end - start, unit - lowest))
     if carrier is F64 or any(length >= _MOST or start + length >= _MOST << 28 for start, length, _ in counted):
-        ends = [(math.inf, math.inf) if gap is None else (float(gap[0]), float(gap[1])) for gap in gaps]
+        ends = [gap or (math.inf, math.inf) for gap in gaps]
         return tuple(Table(column, torch.float64) for column in zip(*ends, strict=True))
     dtypes = torch.int64, torch.int64, torch.int32
     return tuple(Table(column, dtype) for column, dtype in zip(zip(*counted, strict=True), dtypes, strict=True))
 
 
-def _exponent(power: Fraction) -> int:
-    return power.numerator.bit_length() - power.denominator.bit_length()
+def _last_place(number: float) -> int:
+    """The exponent of the last bit that is set."""
+    numerator, denominator = number.as_integer_ratio()
+    return (numerator & -numerator).bit_length() - denominator.bit_length()
 
 
 def goes_up(magnitude: Tensor, gap: Sequence[Tensor], noise: Tensor, carrier: Carrier) -> Tensor:
