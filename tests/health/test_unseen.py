@@ -328,7 +328,9 @@ def test_without_a_compiler_pure16_names_the_cause(tmp_path, monkeypatch):
     lowp.set_kernel_policy("auto")
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     recipe = read_recipe("pure16", [])
-    with pytest.raises(ValueError, match=r"^precision.audit: no C\+\+ compiler .* lowp.optim runs as plain operations.*\)$"):
+    with pytest.raises(
+        ValueError, match=r"^precision.audit: no C\+\+ compiler .* without kernels lowp.optim runs as plain operations.*\)$"
+    ):
         run(recipe, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()  # before anything began
 

@@ -69,7 +69,7 @@ def _check_audit(recipe: Recipe, device: torch.device, resume: bool) -> None:
     """Known before the first step: without compiled kernels our optimizers compute in FP32 tensors, not in registers."""
     if recipe.precision.audit and not resume and (why := plain_because(device)) is not None:
         raise ValueError(
-            f"precision.audit: {why}; then lowp.optim runs as plain operations, with temporary FP32 tensors, which the audit "
+            f"precision.audit: {why}; without kernels lowp.optim runs as plain operations, whose FP32 temporaries the audit "
             "finds (to train without it: --set precision.audit=false)"
         )
 
