@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lowp.health.audit import audit
+from lowp.tensor.lists.function import plain_because
 from lowp.train import saving
 from lowp.train.account import Account
 from lowp.train.cuda_settings import cuda_settings
@@ -61,6 +62,7 @@ def run(
     world = joined or World.join(recipe.device, asked, together=recipe.virtual_ranks)
     recipe = recipe.model_copy(update={"ranks": world.ranks, "threads": torch.get_num_threads()})
     try:
+        _check_audit(recipe, world.device, resume)
         with ExitStack() as stack:
             stack.enter_context(cuda_settings(recipe, world.device))
             directory = _directory(world, recipe, out, resume)
@@ -102,6 +104,15 @@ def _with_recorded_threads(recipe: Recipe, world: World, directory: RunDirectory
         return recipe
     torch.set_num_threads(threads)
     return recipe.model_copy(update={"threads": threads})
+
+
+def _check_audit(recipe: Recipe, device: torch.device, resume: bool) -> None:
+    """Known before the first step: without compiled kernels our optimizers compute in FP32 tensors, not in registers."""
+    if recipe.precision.audit and not resume and (why := plain_because(device)) is not None:
+        raise ValueError(
+            f"precision.audit: {why}; without kernels lowp.optim runs as plain operations, whose FP32 temporaries the audit "
+            "finds (to train without it: --set precision.audit=false)"
+        )
 
 
 def _directory(world: World, recipe: Recipe, out: Path, resume: bool) -> RunDirectory | None:
@@ -176,8 +187,7 @@ class _Run:
         if self.directory is not None:
             (self.directory.path / "audit.txt").write_text(f"{report}\n")
         if not report.clean:
-            first = report.findings[0]
-            raise ValueError(f"precision.audit: the first step made a tensor of 32 bits or more: {first.module} {first.line}")
+            raise ValueError(f"precision.audit: the first step is not free of tensors of 32 bits and more: {report.verdict}")
         self.outputs.say("audit: the first step made no tensor of 32 bits or more (audit.txt)")
 
     def _after_step(self) -> None:

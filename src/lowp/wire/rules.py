@@ -223,7 +223,8 @@ class Rules:
 
     def noise(self, part: Part, stage: Stage, actor: int) -> Noise:
         """Counted by element of the layer, so that it does not matter how a bucket is cut."""
-        return Noise.of(self.domain, self.seed, self.step, part.number, self.level, stage, actor, offset=part.start)
+        level = 0 if stage == Stage.TOTAL else self.level  # the total is everybody's
+        return Noise.of(self.domain, self.seed, self.step, part.number, level, stage, actor, offset=part.start)
 
     def round_(self, numbers: Tensor, shard: Shard, stage: Stage, actor: int) -> Tensor:
         """Round to the format of sums, in place."""
