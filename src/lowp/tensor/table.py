@@ -118,9 +118,11 @@ def _thresholds(fmt: Format, mode: Rounding, negative: bool) -> list[float]:
 def _about(magnitudes: list[float], carrier: Carrier) -> set[int]:
     """The bits of the carrier's numbers at and beside each magnitude.
 
-    Without tensors: a format's first call may be traced by torch's compiler, where tensors have no numbers.
+    By numpy: a format's first call may be traced by torch's compiler, where torch's tensors have no numbers.
     """
-    found = [bits_of_number(magnitude, carrier) for magnitude in magnitudes]  # rounded to nearest
+    number, integer = (np.float64, np.int64) if carrier is F64 else (np.float32, np.int32)
+    with np.errstate(over="ignore"):  # beyond float32 is infinity
+        found = np.array(magnitudes, dtype=np.float64).astype(number).view(integer).tolist()
     return {near for bits in found for near in (bits - 1, bits, bits + 1) if 0 <= near <= carrier.infinity}
 
 
