@@ -384,7 +384,8 @@ def _bits_of_rank(rank: Tensor, g: Grid) -> Tensor:
 def bits_of_integer(number: Tensor, width: int, carrier: Carrier) -> Tensor:
     """The carrier's bits of the integers 1 .. 2^width - 1 (zero gives nonsense).
 
-    Small ones on a CPU by counting their bits, which stays in integers and is twice as fast there as converting.
+    Small ones on a CPU by counting their bits, which stays in integers and is twice as fast there as converting. In float64
+    they always stay integers: it serves numbers of 16 bits too, and who has those wants no float64 tensor.
     """
     if width <= 7 and number.device.type == "cpu":
         top = torch.zeros_like(number)
@@ -392,7 +393,18 @@ def bits_of_integer(number: Tensor, width: int, carrier: Carrier) -> Tensor:
             top = top + (number >> bit).clamp(max=1)
         return (top + (carrier.bias - 1) << carrier.fraction_bits) + (number << (carrier.fraction_bits - top))
     if carrier is F64:
-        return number.to(torch.float64).view(torch.int64)
+        significand, moved = normalized(number, width)
+        return (carrier.bias + width - 2 - moved << carrier.fraction_bits) + (significand << carrier.fraction_bits + 1 - width)
     assert width <= 24
     single = number.to(torch.float32).view(torch.int32)
     return (single >> (23 - carrier.fraction_bits)) + (carrier.bias - 127 << carrier.fraction_bits)
+
+
+def normalized(number: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Integers of up to `width` bits (at most 32) shifted left until they have as many, and how far they were moved."""
+    total = torch.zeros_like(number)
+    for shift in (16, 8, 4, 2, 1):
+        if shift < width:
+            moved = (number < 1 << (width - shift)).to(number.dtype) * shift
+            number, total = number << moved, total + moved
+    return number, total

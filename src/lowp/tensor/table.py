@@ -111,9 +111,8 @@ def _thresholds(fmt: Format, mode: Rounding, negative: bool) -> list[float]:
 
 
 def _about(magnitudes: list[float], carrier: Carrier) -> set[int]:
-    """The bits of the carrier's numbers at and beside each magnitude."""
-    dtype = torch.float64 if carrier is F64 else torch.float32
-    found = torch.tensor(magnitudes, dtype=torch.float64).to(dtype).view(carrier.compute).tolist()
+    """The bits of the carrier's numbers at and beside each magnitude. (Not as tensors: this also runs while one traces.)"""
+    found = [bits_of_number(magnitude, carrier) for magnitude in magnitudes]
     return {near for bits in found for near in (bits - 1, bits, bits + 1) if 0 <= near <= carrier.infinity}
 
 
