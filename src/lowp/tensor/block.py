@@ -39,7 +39,7 @@ from lowp.tensor.packing import pack as pack_codes
 from lowp.tensor.packing import unpack
 from lowp.tensor.table import bits_of_number
 
-_PIECE = 1 << 14  # elements
+_PIECE = 1 << 15  # elements for each thread: below that torch does not use a second one
 
 
 class BlockCodes(NamedTuple):
@@ -115,7 +115,7 @@ def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, sa
             values = torch.where(cut.spread(poisoned), torch.full_like(values, F64.nan), values)
         return (_narrow(values, x.dtype).reshape(piece.shape),)
 
-    return _in_pieces(rounded, x, noise, fmt, axis, cuts)[0].reshape(x.shape)
+    return _in_pieces(rounded, (x.reshape(x.shape or (1,)),), noise, fmt, axis, cuts)[0].reshape(x.shape)
 
 
 def encode(
@@ -144,7 +144,7 @@ def encode(
             code_dtype(fmt.scale)
         )
 
-    elements, scales = _in_pieces(codes, x, noise, fmt, axis, cuts)
+    elements, scales = _in_pieces(codes, (x.reshape(x.shape or (1,)),), noise, fmt, axis, cuts)
     elements = elements.reshape(x.shape)
     if packed and fmt.element.bits < 8:
         elements = pack_codes(elements.movedim(axis, -1), fmt.element).movedim(-1, axis)
@@ -152,31 +152,33 @@ def encode(
 
 
 def _in_pieces(
-    function: Callable[[Tensor, Noise | None], tuple[Tensor, ...]],
-    x: Tensor,
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: tuple[Tensor, ...],
     noise: Noise | None,
     fmt: BlockFormat,
     axis: int,
     cuts: bool,
 ) -> tuple[Tensor, ...]:
-    """`function` of x, whole or, where it `cuts`, in pieces along the first dimension that stay in the processor's cache.
+    """`function(*tensors, noise)`, whole or, where it `cuts`, in pieces along the first dimension that stay in the cache.
 
-    A hundred operations on a tensor in memory take three times as long as on one in the cache.
+    A hundred operations on a tensor in memory take up to three times as long as on one in the processor's cache. The first of
+    the tensors has elements, others have blocks.
     """
-    x = x.reshape(x.shape or (1,))
-    rows = max(_PIECE * x.shape[0] // max(x.numel(), 1), 1)
-    if axis % x.dim() == 0:
-        rows = -(-rows // fmt.size) * fmt.size
+    x = tensors[0]
+    unit = fmt.size if axis % x.dim() == 0 else 1  # rows that must not be parted
+    rows = max(_PIECE * torch.get_num_threads() * x.shape[0] // max(x.numel(), 1) // unit, 1) * unit
     if not cuts or x.device.type != "cpu" or rows >= x.shape[0]:
-        return function(x, noise)
+        return function(*tensors, noise)
     row = x.numel() // x.shape[0]
-    offsets = range(0, x.shape[0], rows)
-    draws = [noise and replace(noise, offset=noise.offset + first * row) for first in offsets]
-    results = [function(x[first : first + rows], draw) for first, draw in zip(offsets, draws, strict=True)]
+    results = []
+    for first in range(0, x.shape[0], rows):
+        draws = None if noise is None else replace(noise, offset=noise.offset + first * row)
+        others = (tensor[first // unit : (first + rows) // unit] for tensor in tensors[1:])
+        results.append(function(x[first : first + rows], *others, draws))
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | None, axis: int) -> Tensor:
+def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | None, axis: int, cuts: bool) -> Tensor:
     """The values, in `dtype`."""
     if not isinstance(codes, tuple) or len(codes) != 3:
         raise TypeError(f"codes of {fmt} are lowp.BlockCodes(elements, scales, tensor_scale), not {type(codes).__name__}")
@@ -196,13 +198,18 @@ def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | 
     expected = (*cut.shape[: cut.axis], cut.count, *cut.shape[cut.axis + 1 :])
     if scales.shape != expected:
         raise ValueError(f"{fmt} needs scales of shape {tuple(expected)} for these elements, not {tuple(scales.shape)}")
-    unit = _decoded(scales, fmt.scale)
-    if codes.tensor_scale is not None:
-        whole = widen(codes.tensor_scale.reshape(()))
-        unit = multiply_any(unit, whole, significant_bits(fmt.scale), TENSOR_SCALE_BITS)
-    values = cut.split(_decoded(elements.reshape(cut.shape), fmt.element))
-    values = multiply_any(values, cut.spread(unit), significant_bits(fmt.element), _unit_width(fmt))
-    return _narrow(values, dtype).reshape(elements.shape)
+    whole = None if codes.tensor_scale is None else widen(codes.tensor_scale.reshape(()))
+
+    def values(elements: Tensor, scales: Tensor, noise: None) -> tuple[Tensor]:
+        cut = _Cut.of(elements.shape, axis, fmt.size)
+        unit = _decoded(scales, fmt.scale)
+        if whole is not None:
+            unit = multiply_any(unit, whole, significant_bits(fmt.scale), TENSOR_SCALE_BITS)
+        numbers = cut.split(_decoded(elements, fmt.element))
+        numbers = multiply_any(numbers, cut.spread(unit), significant_bits(fmt.element), _unit_width(fmt))
+        return (_narrow(numbers, dtype).reshape(elements.shape),)
+
+    return _in_pieces(values, (elements.reshape(cut.shape), scales), None, fmt, axis, cuts)[0].reshape(elements.shape)
 
 
 def _decoded(codes: Tensor, fmt: Format) -> Tensor:

@@ -59,14 +59,15 @@ def multiply(a: Tensor, b: Tensor, a_width: int, b_width: int) -> Tensor:
 
 def multiply_any(a: Tensor, b: Tensor, a_width: int, b_width: int) -> Tensor:
     """The same for any b: what other programs wrote may be negative, zero, infinite or NaN. As in IEEE 754."""
-    size = b & F64.magnitude
+    size, magnitude = b & F64.magnitude, a & F64.magnitude
     usual = (size > 0) & (size < F64.infinity)
     product = multiply(a, torch.where(usual, size, torch.full_like(b, ONE)), a_width, b_width) ^ (b & F64.sign)
-    magnitude = a & F64.magnitude
-    undefined = (size > F64.infinity) | (magnitude > F64.infinity)
-    undefined = undefined | ((size == 0) & (magnitude >= F64.infinity)) | ((size == F64.infinity) & (magnitude == 0))
-    product = torch.where(usual, product, size | (product & F64.sign))
-    return torch.where(undefined, torch.full_like(product, F64.nan), product)
+    # Zero times what is finite is zero, infinity times what is not zero is infinity: for other magnitudes it is NaN.
+    least = (size > 0).to(torch.int64)
+    most = torch.where(size > F64.infinity, torch.zeros_like(size), F64.infinity - 1 + least)
+    defined = (magnitude >= least) & (magnitude <= most)
+    strange = torch.where(defined, size | (product & F64.sign), torch.full_like(product, F64.nan))
+    return torch.where(usual, product, strange)
 
 
 def divide(a: Tensor, b: Tensor, b_width: int) -> Tensor:

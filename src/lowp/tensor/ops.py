@@ -160,7 +160,8 @@ def decode(
         raise TypeError(f"decode gives float64, float32, float16 or bfloat16, not {dtype}")
     _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
-        return _write(out, block.decode(codes, fmt, dtype, size, axis))  # type: ignore[arg-type]  # it checks
+        cuts = isinstance(codes, tuple) and not _someone_else_in_charge(codes[0])
+        return _write(out, block.decode(codes, fmt, dtype, size, axis, cuts))  # type: ignore[arg-type]  # it checks
     if not isinstance(codes, Tensor) or (found := as_codes(codes, fmt)) is None:
         given = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"codes of {fmt} are {code_dtype(fmt)} tensors, not {given}")
