@@ -34,7 +34,7 @@ IMPOSSIBLE = [
 def test_too_much(text):
     """posit8_99999999999 took 36 seconds."""
     start = time.process_time()
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"[a-z]") as error:
         format(text)
     assert time.process_time() - start < 0.1
     message = str(error.value)
@@ -43,10 +43,10 @@ def test_too_much(text):
 
 
 digits = st.integers(0, 10**12).map(str) | st.integers(0, 30).map(str)
-pieces = st.sampled_from(
-    [*("e", "m", "b", "b-", "fn", "fnuz", "inuz", "nan", "finite", "_u", "_ns", "_nz", "int", "fixed", ".", "posit", "_", "binary"),
-     *("p", "se", "uf", "block(", ",", ")", "fp32", "rceil", "e8m0fnu", "e4m3fn", "mxfp4", "nvfp4", " ", "-", "\n", "é")]
-)  # fmt: skip
+words = (
+    "e m b b- fn fnuz inuz nan finite _u _ns _nz int fixed . posit _ binary p se uf block( , ) fp32 rceil e8m0fnu e4m3fn mxfp4"
+)
+pieces = st.sampled_from([*words.split(), " ", "-", "\n", "é"])
 texts = st.lists(pieces | digits, max_size=12).map("".join) | st.text(max_size=120)
 
 
@@ -57,8 +57,8 @@ def test_any_text(text):
     start = time.process_time()
     try:
         found = format(text)
-    except ValueError as error:
-        assert str(error)
+    except ValueError:
+        pass
     else:
         assert isinstance(found, (Format, BlockFormat))
         assert format(str(found)) == found

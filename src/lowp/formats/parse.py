@@ -56,8 +56,8 @@ def _parse(text: str) -> AnyFormat | None:
 
 
 def format(text: "str | AnyFormat") -> AnyFormat:
-    """The format that a text names: `e5m2`, `e4m3fn`, `bf16`, `binary8p3se`, `fixed3.4`, `int8`, `posit8_1`, `dynamic8`, `mxfp4`,
-    `mxfp4_rceil`, `block(e2m1fn, 16, e4m3fn)`. A format is returned as it is. Case and spaces do not matter.
+    """The format that a text names: `e5m2`, `e4m3fn`, `bf16`, `binary8p3se`, `fixed3.4`, `int8`, `posit8_1`, `dynamic8`,
+    `mxfp4`, `mxfp4_rceil`, `block(e2m1fn, 16, e4m3fn)`. A format is returned as it is. Case and spaces do not matter.
 
     An unknown name raises ValueError with the nearest names; an impossible one with what is allowed.
     """
