@@ -39,7 +39,7 @@ from lowp.tensor.packing import pack as pack_codes
 from lowp.tensor.packing import unpack
 from lowp.tensor.table import bits_of_number
 
-_PIECE = 1 << 15  # elements for each thread: below that torch does not use a second one
+_PIECE = (1 << 15) + 32  # elements for each thread; with 32768 or fewer torch does not use a second one
 
 
 class BlockCodes(NamedTuple):

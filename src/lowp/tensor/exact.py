@@ -71,22 +71,21 @@ def multiply_any(a: Tensor, b: Tensor, a_width: int, b_width: int) -> Tensor:
 
 
 def divide(a: Tensor, b: Tensor, b_width: int) -> Tensor:
-    """|a| / b for finite a and positive, finite, normal b of at most `b_width` significant bits (2 to 53).
+    """a / b for positive or zero a and positive, finite, normal b of at most `b_width` significant bits (2 to 53).
 
     The quotient of the significands is cut off, not rounded, after about 64 - b_width bits (51 at most); a last bit of 1 is
     appended where something was cut off (sticky). Such a quotient lies on the same side as the exact one of every number that
     has fewer bits, so whatever is rounded to fewer bits afterwards is rounded right: in all modes, ties included. Quotients
     below float64's normal numbers come out tiny, but never as zero; those above its range in its largest binade.
     """
-    a = a & F64.magnitude
     shift = min(10, b_width - 2)  # as far as 63 bits hold it, and a significand of 53 bits is enough
     whole, divisor = _significand(a, SIGNIFICAND) << shift, _significand(b, b_width)
     quotient = torch.div(whole, divisor, rounding_mode="trunc")
-    sticky = whole != quotient * divisor
+    sticky = (whole - quotient * divisor).clamp(max=1)
     significand = ((quotient << 1) + sticky) << (b_width - 2 - shift)
-    below_one = 1 - (significand >> F64.fraction_bits)  # 1: a's significand is smaller than b's
-    field = (a >> F64.fraction_bits) - (b >> F64.fraction_bits) + F64.bias - below_one
-    bits = (field.clamp(1, 2 * F64.bias) - 1 << F64.fraction_bits) + (significand << below_one)
+    at_least_one = significand >> F64.fraction_bits  # 0: a's significand is smaller than b's
+    field = (a >> F64.fraction_bits) + at_least_one + (F64.bias - 2 - (b >> F64.fraction_bits))
+    bits = (field.clamp(0, 2 * F64.bias - 1) << F64.fraction_bits) + (significand << 1 - at_least_one)
     return torch.where(a == 0, a, bits)
 
 
