@@ -20,6 +20,8 @@ from lowp.formats import Specials as Specials
 from lowp.formats import format as format
 from lowp.tensor.block import BlockCodes as BlockCodes
 from lowp.tensor.errors import NonFiniteGradient as NonFiniteGradient
+from lowp.tensor.interchange import from_128x4 as from_128x4
+from lowp.tensor.interchange import to_128x4 as to_128x4
 from lowp.tensor.kernels import kernel_info as kernel_info
 from lowp.tensor.kernels import set_kernel_policy as set_kernel_policy
 from lowp.tensor.noise import Noise as Noise

@@ -38,6 +38,7 @@ FUNCTIONS = {
     "codebook": lambda x: lowp.encode(x, "dynamic8", nan="zero"),
     "packed": lambda x: lowp.encode(x, "e2m1fn", pack=True),
     "blocks": lambda x: lowp.quantize(x, "mxfp4"),
+    "blocks along columns": lambda x: lowp.decode(lowp.encode(x, "mxfp4", axis=0), "mxfp4", axis=0),
     "two-level blocks": lambda x: lowp.decode(lowp.encode(x, "nvfp4"), "nvfp4"),
     "bfloat16": lambda x: lowp.quantize(x.bfloat16(), "e4m3fn", "to_odd"),
     "float64": lambda x: lowp.quantize(x.double(), "e4m3fn", "up"),
