@@ -6,7 +6,7 @@ RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 GPU_WORKERS ?= 8
 
-.PHONY: setup demo test test-slow test-gpu lint format bench bench-wire bench-optim bench-train bench-simulate readme clean
+.PHONY: setup demo test test-variant test-slow test-gpu lint format bench bench-wire bench-optim bench-train bench-simulate readme clean
 
 setup: $(READY)
 
@@ -27,6 +27,12 @@ demo: $(RUNS)
 # Passive: threads that wait do not take the other worker's core.
 test: setup
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal
+
+# The tests that compare bits, as a processor with other vector instructions would compute them: torch, oneDNN and MKL each have
+# a switch. (MKL_ENABLE_INSTRUCTIONS does nothing on AMD's processors; MKL_CBWR works on all.)
+test-variant: setup
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+	  $(BIN)/pytest -n 2 --dist worksteal -m 'other_cpu and not slow and not gpu'
 
 test-slow: setup
 	$(BIN)/pytest -m slow --timeout 3600

@@ -1,13 +1,15 @@
 """DavidNet on CIFAR-10 with 8 virtual ranks on one GPU: what APS e5m2 does to accuracy, and what simulating ranks costs.
 
-    python benchmarks/davidnet.py --data DIR --out DIR           the papers' settings (recipe `davidnet`), 24 epochs
-    python benchmarks/davidnet.py --data DIR --seeds 3 --epochs 24 --sections train
+    python benchmarks/davidnet.py --data DIR --out DIR           CPD's setting (recipe `davidnet`, 8 x 512), 24 epochs
+    python benchmarks/davidnet.py --data DIR --recipe davidnet-512 --seeds 3 --sections train     the author's, 8 x 64
+    python benchmarks/davidnet.py --data DIR --sections train --wires fp32 "e5m2 aps" "e5m2 aps sequential"
     python benchmarks/davidnet.py --sections steps               step times alone
     python benchmarks/davidnet.py --smoke                        everything tiny, on the CPU: does it run?
 
-`train`: whole runs in float32 (with TF32 products, as the recipe has it) and with e5m2 and APS on the wire: accuracy, images/s.
+`train`: whole runs in float32 (with TF32 products, as the recipe has it) with each of --wires between the ranks: accuracy,
+images/s. In "sequential" every partial sum is rounded too, as CPD does; elsewhere sums are float32 and rounded once.
 
-`steps`: the time of a step of
+`steps`: the time of a step of recipe `davidnet` as
 
     (a) one rank that accumulates 8 micro-batches of 512: the work without any simulation,
     (b) 8 virtual ranks of 512, float32 on the wire,
@@ -48,7 +50,16 @@ from lowp.train.world import World  # noqa: E402
 
 BAR = 1.3  # the step of 8 virtual ranks over the one with 8 accumulated micro-batches
 SECTIONS = ("train", "steps")
-RUNS = {"fp32": "davidnet", "e5m2 aps": "davidnet-aps8"}
+RECIPES = ("davidnet", "davidnet-512")
+WIRES: dict[str, dict[str, Any]] = {
+    "fp32": {"format": "fp32", "scale": "none"},
+    "e5m2 aps": {"format": "e5m2", "scale": "aps"},
+    "e5m2 aps sequential": {"format": "e5m2", "scale": "aps", "reduction": "sequential"},
+    "e4m3fn aps": {"format": "e4m3fn", "scale": "aps"},
+    "e4m3fn aps sequential": {"format": "e4m3fn", "scale": "aps", "reduction": "sequential"},
+    "e4m3fn local": {"format": "e4m3fn", "scale": "local"},
+    "e2m1fn local": {"format": "e2m1fn", "scale": "local"},
+}
 KEPT = ("accuracy", "best_accuracy", "loss", "samples_per_second", "step_ms", "seconds", "memory_bytes", "bytes_per_parameter")
 RANKS = 8
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -77,30 +88,31 @@ def recipe_of(name: str, options: argparse.Namespace, **changes: Any) -> Recipe:
 
 
 def trained(wire: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    recipe = recipe_of(RUNS[wire], options, seed=seed, epochs=options.epochs)
+    recipe = recipe_of(options.recipe, options, seed=seed, epochs=options.epochs, wire=WIRES[wire])
     folder = Path(tempfile.mkdtemp(prefix="davidnet-"))
     try:
         end = run(recipe, folder / "run", data=options.data, quiet=True)
     finally:
         shutil.rmtree(folder)
     share = share_of_fp32(end["bytes_sent"], end["bytes_of_fp32"])
-    return {"wire": wire, "seed": seed, "epochs": options.epochs, "share_of_fp32": share} | {key: end[key] for key in KEPT}
+    facts = {"recipe": options.recipe, "wire": wire, "seed": seed, "epochs": options.epochs, "share_of_fp32": share}
+    return facts | {key: end[key] for key in KEPT}
 
 
 def train_table(runs: Rows) -> Iterator[str]:
-    yield from ("", f"## Trained, {runs[0]['epochs']} epochs, {RANKS} virtual ranks", "")
+    yield from ("", f"## Trained, recipe {runs[0]['recipe']}, {runs[0]['epochs']} epochs, {RANKS} virtual ranks", "")
     heads = ["wire", "n", "test accuracy", "by seed", "difference to fp32"]
     heads += ["images/s", "step ms", "s a run", "of fp32's bytes", "GPU memory"]
     baseline = {each["seed"]: each["accuracy"] for each in runs if each["wire"] == "fp32"}
     body = []
-    for wire in RUNS:
+    for wire in WIRES:
         own = [each for each in runs if each["wire"] == wire]
         if not own:
             continue
         accuracies = [each["accuracy"] for each in own]
-        changes = [each["accuracy"] - baseline[each["seed"]] for each in own]
+        changes = [each["accuracy"] - baseline[each["seed"]] for each in own if each["seed"] in baseline]
         cells = [wire, str(len(own)), _percent(accuracies), ", ".join(f"{100 * each:.2f}" for each in accuracies)]
-        cells += [_percent(changes, "+") if wire != "fp32" else "", f"{_median(own, 'samples_per_second'):,.0f}"]
+        cells += [_percent(changes, "+") if wire != "fp32" and changes else "", f"{_median(own, 'samples_per_second'):,.0f}"]
         cells += [f"{_median(own, 'step_ms'):.1f}", f"{_median(own, 'seconds'):.1f}", f"{own[0]['share_of_fp32']:.4f}"]
         body.append([*cells, f"{_median(own, 'memory_bytes') / 1e9:.2f} GB"])
     yield from table(heads, body)
@@ -168,7 +180,7 @@ def written(options: argparse.Namespace, facts: dict[str, Any], runs: Rows, rows
     lines += train_table(runs) if runs else []
     lines += steps_table(rows) if rows else []
     content = {"runs": runs, "steps": [row | {"ratios": ratios_of(row)} for row in rows]}
-    return lines, write(options.out, "davidnet-smoke" if options.smoke else "davidnet", facts, content, lines)
+    return lines, write(options.out, f"{options.recipe}-smoke" if options.smoke else options.recipe, facts, content, lines)
 
 
 def main() -> None:
@@ -176,6 +188,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="where cifar10's .bin files lie; default as for lowp train")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--recipe", choices=RECIPES, default="davidnet", help="of the whole runs")
+    parser.add_argument("--wires", nargs="+", choices=tuple(WIRES), default=("fp32", "e5m2 aps"), help="of the whole runs")
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=tuple(MODES))
     parser.add_argument("--seeds", type=int, default=1, help="of the whole runs")
     parser.add_argument("--epochs", type=int, default=24)
@@ -193,7 +207,7 @@ def main() -> None:
     began = time.perf_counter()
     if "train" in options.sections:
         for seed in range(options.seeds):
-            for wire in RUNS:
+            for wire in options.wires:
                 runs.append(trained(wire, seed, options))
                 written(options, facts, runs, rows)
                 print(f"{time.perf_counter() - began:6.1f} s  {wire}, seed {seed}: {runs[-1]['accuracy']:.4f}", flush=True)

@@ -29,7 +29,6 @@ from benchmarks.sixteen_bits import interval  # noqa: E402
 from benchmarks.training.report import RESULTS, facts_of, heading, table, write  # noqa: E402
 
 from lowp.train.check import check  # noqa: E402
-from lowp.train.launch import launch  # noqa: E402
 from lowp.train.reading import read_recipe, with_changes  # noqa: E402
 from lowp.train.recipe import Recipe  # noqa: E402
 from lowp.train.run import run  # noqa: E402
@@ -88,18 +87,9 @@ def finished(recipe: Recipe, folder: Path) -> bool:
 
 
 def train(recipe: Recipe, folder: Path, data: Path | None) -> None:
-    if recipe.ranks == 1:
-        end = run(recipe, folder, resume=True, data=data, quiet=True)
-        if end["kind"] == "stopped":
-            sys.exit(f"{folder} was stopped at step {end['step']}; the same command goes on with it")
-        return
-    source = folder.with_suffix(".toml")
-    source.parent.mkdir(parents=True, exist_ok=True)
-    source.write_text(to_toml(recipe))
-    command = ["train", str(source), "--out", str(folder), "--quiet", "--resume"]
-    command += ["--data", str(data)] if data is not None else []
-    if code := launch(command, recipe.ranks, recipe.threads, max_restarts=0):
-        sys.exit(f"{folder} ended with exit code {code}")
+    end = run(recipe, folder, resume=True, data=data, quiet=True)
+    if end["kind"] == "stopped":
+        sys.exit(f"{folder} was stopped at step {end['step']}; the same command goes on with it")
 
 
 def row_of(setting: str, runs: list[Run], baseline: list[Run]) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def logistic_regression(job: Job) -> Problem:
 
 
 def mnist(job: Job) -> Problem:
-    """The MLP of PAPERS.md, section 2: 784-1024-1024-10, dropout .2 / .3 / .3; AdamW, 4 epochs."""
+    """The MLP of docs/PAPERS.md, section 2: 784-1024-1024-10, dropout .2 / .3 / .3; AdamW, 4 epochs."""
     width, steps, size = (128, 150, 128) if job.quick else (1024, 4 * 60_000 // 256, 256)
     dtype = DTYPES[job.weights]
     arrays = load_mnist(job.data)

@@ -13,12 +13,12 @@ from benchmarks.training.clock import step_ms
 
 from lowp.train.cuda_settings import cuda_settings
 from lowp.train.trainer import Trainer
-from lowp.train.world import World, default_threads
+from lowp.train.world import World, threads_of_a_rank
 
 
 def compare(case: Case, device: str, rounds: int, seconds: float, data: Path | None) -> dict[str, Any]:
     """Milliseconds a step, one figure of each kind a round."""
-    torch.set_num_threads(default_threads(1))
+    torch.set_num_threads(threads_of_a_rank(0, 1))
     recipe = case.recipe(device=device)
     trainer = Trainer(recipe, World(0, 1, torch.device(device)), data)
     with cuda_settings(recipe, trainer.world.device):

@@ -1,12 +1,13 @@
 """lowp: training neural networks in low precision across many machines.
 
-The public API, and nothing else. `health`, `optim`, `simulation` and products of matrices are imported when something of them
-is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
+The public API, and nothing else. `fsdp`, `health`, `optim`, `simulation` and products of matrices are imported when something
+of them is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lowp import starting as starting  # before anything that takes time
 from lowp.formats import FORMATS as FORMATS
 from lowp.formats import BlockFormat as BlockFormat
 from lowp.formats import CodebookFormat as CodebookFormat
@@ -19,6 +20,8 @@ from lowp.formats import Specials as Specials
 from lowp.formats import format as format
 from lowp.tensor.block import BlockCodes as BlockCodes
 from lowp.tensor.errors import NonFiniteGradient as NonFiniteGradient
+from lowp.tensor.interchange import from_128x4 as from_128x4
+from lowp.tensor.interchange import to_128x4 as to_128x4
 from lowp.tensor.kernels import kernel_info as kernel_info
 from lowp.tensor.kernels import set_kernel_policy as set_kernel_policy
 from lowp.tensor.noise import Noise as Noise
@@ -29,7 +32,6 @@ from lowp.tensor.ops import quantize as quantize
 from lowp.tensor.packing import pack as pack
 from lowp.tensor.packing import unpack as unpack
 from lowp.version import __version__ as __version__
-from lowp.wire import fsdp as fsdp
 from lowp.wire.collectives import all_reduce as all_reduce
 from lowp.wire.compressor import Compressor as Compressor
 from lowp.wire.ddp import compress_gradients as compress_gradients
@@ -39,6 +41,7 @@ from lowp.wire.replicas import check_replicas as check_replicas
 from lowp.wire.virtual import VirtualWorld as VirtualWorld
 
 if TYPE_CHECKING:  # what type checkers and editors see of _LATER
+    from lowp import fsdp as fsdp
     from lowp import health as health
     from lowp import optim as optim
     from lowp.health.audit import ForbiddenTensor as ForbiddenTensor
@@ -68,6 +71,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.tensor.matmul import matmul as matmul
 
 _LATER = {
+    "fsdp": "lowp.fsdp",
     "health": "lowp.health",
     "optim": "lowp.optim",
     "ForbiddenTensor": "lowp.health.audit",

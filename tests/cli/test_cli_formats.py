@@ -103,7 +103,13 @@ def test_json_of_several(from_json):
     assert len(documents[2]["element"]["values"]) == 247  # its 8.25 bits are 8 of an element and a share of the scale
     assert "values" not in documents[0]
     assert documents[1]["element"]["values"] == list(lowp.format("e2m1fn").values)
-    assert documents[1]["fields"] == {"element": "e2m1fn", "size": 32, "scale": "e8m0fnu", "tensor_scale": False}
+    assert documents[1]["fields"] == {
+        "element": "e2m1fn",
+        "size": 32,
+        "scale": "e8m0fnu",
+        "tensor_scale": False,
+        "rceil": False,
+    }
 
 
 def test_json_with_values_of_sixteen_bits(from_json):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lowp.tensor.noise import Noise, draws, key_tensor
+from lowp.tensor.noise import Domain, Noise, draws, key_tensor
 
 F = np.float32
 MANTISSA = {torch.float16: 10, torch.bfloat16: 7}
@@ -26,8 +26,12 @@ def nearest(numbers, dtype):
 
 
 def stochastic(numbers, dtype, noise):
-    """Away from zero where the fraction of a unit and 30 random bits add up to one unit. Halves are not special."""
+    """Away from zero where the fraction of a unit and 30 random bits add up to one unit. Halves are not special.
+
+    What nearest rounding leaves finite is not made infinite."""
     size = np.abs(numbers.astype(np.float64))
+    largest = torch.finfo(dtype).max
+    size = np.where(np.isfinite(nearest(numbers, dtype)), np.minimum(size, largest), size)
     exponent = np.maximum(np.frexp(size)[1] - 1, LEAST_EXPONENT[dtype])
     unit = np.ldexp(1.0, exponent - MANTISSA[dtype])
     count = (np.floor(size / unit * 2.0**30).astype(np.int64) + noise) >> 30
@@ -37,7 +41,7 @@ def stochastic(numbers, dtype, noise):
 
 def noise_of(seed, step, number, count, which):
     """The `which`-th random number of each element of a parameter in a step."""
-    key = key_tensor(Noise(seed, step, number), 0, torch.device("cpu"))
+    key = key_tensor(Noise.of(Domain.OPTIMIZER, seed, step, number), 0, torch.device("cpu"))
     return draws(key, torch.empty(1, count), which + 1)[which].view(-1).numpy().astype(np.int64)
 
 

@@ -79,14 +79,6 @@ def test_hyper_parameters(kind, options, message):
         kind([half()], **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_is_no_learning_rate(kind):
-    with pytest.raises(TypeError, match="lr is a float"):
-        kind([half()], lr=torch.tensor(0.1))
-    with pytest.raises(TypeError, match="lr is a float"):
-        kind([{"params": [half()], "lr": torch.tensor(0.1)}])
-
-
 def test_a_bad_group_is_not_added():
     optimizer = SGD([half()])
     for bad, error in (({"update": "sloppy"}, ValueError), ({"state": "int4", "momentum": 0.9}, ValueError)):

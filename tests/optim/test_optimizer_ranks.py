@@ -96,6 +96,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize("world", [2, 3])
 def test_shards_take_the_steps_of_the_whole(world):
     cases = CASES if world == 2 else [CASES[2], CASES[7]]

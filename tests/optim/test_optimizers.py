@@ -59,6 +59,7 @@ def same(one, other):
 # Float32: torch's own
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize(("ours", "theirs", "options"), [
     *((SGD, torch.optim.SGD, options) for options in SGDS.values()),
@@ -104,6 +105,7 @@ def test_closures_return_their_loss():
     assert results[0] == results[1]
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize("options", [{}, {"clip": True, "trust": 3.0}, {"nesterov": True}, {"eps": 0.1}, {"momentum": 0.0}])
 def test_float32_lars_is_its_formula(options):
     settings = {"lr": 0.5, "trust": 0.02, "momentum": 0.9, "weight_decay": 0.05} | options
@@ -121,6 +123,7 @@ def test_float32_lars_is_its_formula(options):
         np.testing.assert_allclose(optimizer.state[p]["momentum_buffer"].numpy(), v, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9), "eps": 1e-3}])
 def test_float32_lamb_is_its_formula(options):
     settings = {"lr": 0.05} | options
@@ -162,6 +165,7 @@ def compare(optimizer, reference: list[Reference], params, steps=6, scale=1.0):
                 assert torch.equal(optimizer.full_weight(p), wanted)
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("options", SGDS.values(), ids=SGDS)
@@ -171,6 +175,7 @@ def test_sgd_in_16_bits_is_the_reference(options, update, dtype):
     compare(SGD(params, update=update, seed=5, **options), reference, params)
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("options", ADAMS.values(), ids=ADAMS)

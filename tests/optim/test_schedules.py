@@ -86,3 +86,10 @@ def test_a_schedule_is_saved_and_resumed():
 def test_mistakes(make, message):
     with pytest.raises(ValueError, match=message):
         make(SGD([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]))
+
+
+def test_a_warmup_multiplies_a_piecewise_linear_rate():
+    quadratic = rates(lambda o: schedules.piecewise_linear(o, [0, 4, 8], [0, 1, 0], warmup=4), 9)
+    assert quadratic == [2 * (step / 4) ** 2 for step in range(4)] + [2.0, 1.5, 1.0, 0.5, 0.0]
+    halved = rates(lambda o: schedules.piecewise_linear(o, [0, 4], [1, 1], warmup=2, start=0.5), 4)
+    assert halved == [1.0, 1.5, 2.0, 2.0]

@@ -5,7 +5,7 @@ import gfloat.formats
 import numpy as np
 import pytest
 import torch
-from gfloat import Domain, FormatInfo, RoundMode
+from gfloat import Domain, FormatInfo, RoundMode, Signedness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peer_inputs import assert_same_codes, assert_same_values
@@ -30,6 +30,8 @@ def float_format(info: FormatInfo) -> FloatFormat | None:
     mantissa_bits = info.precision - 1
     specials = {
         (Domain.Extended, (1 << mantissa_bits) - 1, True): Specials.IEEE,
+        (Domain.Extended, 0, False): Specials.EXTENDED,
+        (Domain.Extended, 1, not info.is_signed): Specials.EXTENDED,
         (Domain.Finite, 1, True): Specials.NAN_ONLY,
         (Domain.Finite, 0, True): Specials.NONE,
         (Domain.Finite, 0, False): Specials.FNUZ,
@@ -55,9 +57,13 @@ def format_info(fmt: FloatFormat) -> FormatInfo:
         precision=fmt.mantissa_bits + 1,
         bias=fmt.bias,
         is_signed=fmt.signed,
-        domain=Domain.Extended if fmt.specials is Specials.IEEE else Domain.Finite,
-        has_nz=fmt.signed and fmt.specials is not Specials.FNUZ,
-        num_high_nans={Specials.IEEE: (1 << fmt.mantissa_bits) - 1, Specials.NAN_ONLY: 1}.get(fmt.specials, 0),
+        domain=Domain.Extended if fmt.specials in (Specials.IEEE, Specials.EXTENDED) else Domain.Finite,
+        has_nz=fmt.signed and fmt.specials not in (Specials.FNUZ, Specials.EXTENDED),
+        num_high_nans={
+            Specials.IEEE: (1 << fmt.mantissa_bits) - 1,
+            Specials.NAN_ONLY: 1,
+            Specials.EXTENDED: 0 if fmt.signed else 1,
+        }.get(fmt.specials, 0),
         has_subnormals=fmt.subnormals,
         is_twos_complement=False,
     )
@@ -79,7 +85,7 @@ def float_formats(draw: st.DrawFn) -> FloatFormat:
     mantissa_bits = draw(st.integers(0, 12))
     # gfloat gives a format without subnormals a zero exactly where it has a mantissa. (Without zero, fnuz has no code for
     # -smallest, since NaN is there; gfloat rounds to that value all the same.)
-    subnormals = specials is Specials.FNUZ or draw(st.booleans())
+    subnormals = specials in (Specials.FNUZ, Specials.EXTENDED) or draw(st.booleans())
     zero = subnormals or mantissa_bits > 0
     exponent_bits = draw(st.integers(1, 8))
     bias = draw(st.none() | st.integers(-255 if zero else -62, 255))  # gfloat's 2**-bias is a Python integer without zero
@@ -140,10 +146,30 @@ def test_named_formats(name: str, mode: str, saturate: bool) -> None:
 
 
 def test_which_named_formats_have_no_equal() -> None:
-    """binary64 is our input type; P3109's extended formats have an infinity but one NaN; int8 is a fixed-point format here."""
-    others = {info.name for info in gfloat.formats.sample_formats} - set(NAMED)
-    assert {name for name in others if not name.endswith("e")} == {"binary64", "ocp_int8"}
-    assert all(name.startswith("p3109") for name in others if name.endswith("e"))
+    """binary64 is our input type, int8 a fixed-point format here."""
+    assert {info.name for info in gfloat.formats.sample_formats} - set(NAMED) == {"binary64", "ocp_int8"}
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["s", "u"])
+@pytest.mark.parametrize("extended", [True, False], ids=["e", "f"])
+def test_p3109_by_name(signed: bool, extended: bool) -> None:
+    """binary<k>p<p> in every width and precision up to 8 bits: every code, and back."""
+    for k in range(3, 9):
+        for p in range(1, k - 1):
+            suffix = ("s" if signed else "u") + ("e" if extended else "f")
+            fmt = lowp.format(f"binary{k}p{p}{suffix}")
+            assert lowp.format(f"p3109_k{k}p{p}{suffix}") == lowp.format(str(fmt)) == fmt
+            info = gfloat.formats.format_info_p3109(
+                k, p, Signedness.Signed if signed else Signedness.Unsigned, Domain.Extended if extended else Domain.Finite
+            )
+            every = codes(fmt)
+            peer = torch.from_numpy(gfloat.decode_ndarray(info, every.numpy().astype(np.int64)))
+            assert_same_values(every.double(), lowp.decode(every, fmt, dtype=torch.float64), peer)
+            assert [fmt.value(code) for code in fmt.codes if code != fmt.nan_code] == peer[~peer.isnan()].tolist()
+            assert fmt.has_inf == extended
+            if signed and fmt.bias + fmt.mantissa_bits < 120:
+                numbers = ~peer.isnan()
+                assert_same_codes(peer[numbers], lowp.encode(peer[numbers].float(), fmt), every[numbers])
 
 
 @given(fmt=float_formats(), mode=st.sampled_from(list(MODES)), saturate=st.booleans(), seed=st.integers(0, 1 << 32))

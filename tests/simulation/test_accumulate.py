@@ -38,6 +38,7 @@ class Scores(nn.Module):
         return x @ self.weight, x.matmul(self.weight), torch.addmm(self.bias, x, self.weight), F.linear(x, self.weight.t())
 
 
+@pytest.mark.other_cpu
 def test_linear_and_conv_are_those_of_lowp():
     model = seeded(lambda: nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1, groups=2), nn.Flatten(), nn.Linear(16, 3)))
     x = batch(2, 2, 4, 4)
@@ -85,6 +86,7 @@ def flat(output):
     return (output[0].data, output[1]) if isinstance(output[0], PackedSequence) else output
 
 
+@pytest.mark.other_cpu
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize(("kind", "options"), RECURRENT)
 def test_recurrent_layers_taken_apart_are_torchs(kind, options):
@@ -117,6 +119,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 7}, {"add_bias_kv": True, "add_zero_attn": True}])
 def test_attention_taken_apart_is_torchs(options):
     model = seeded(nn.MultiheadAttention, 8, 2, **options)

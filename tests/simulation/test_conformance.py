@@ -252,6 +252,7 @@ MIXTURES = [
 ]  # fmt: skip
 
 
+@pytest.mark.other_cpu
 @pytest.mark.usefixtures("_recurrent_layers_compile")
 @pytest.mark.parametrize(("name", "dtype", "options"), MIXTURES, ids=[mixture[0] for mixture in MIXTURES])
 def test_compiled_equals_eager(name, dtype, options):

@@ -10,6 +10,7 @@ from torch import nn
 import lowp
 from lowp.simulation import simulate
 from lowp.simulation.master import MasterWeights
+from lowp.tensor.noise import Domain, Noise
 
 OPTIMIZERS = {
     "torch-sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -56,7 +57,7 @@ def test_each_step_is_the_optimizers_and_then_quantize(name, format, rounding):
             optimizer.step()
         with torch.no_grad():
             for number, parameter in enumerate(theirs.parameters()):
-                seed = lowp.Noise(7, step, number) if rounding == "stochastic" else None
+                seed = Noise.of(Domain.MASTER, 7, step, number) if rounding == "stochastic" else None
                 parameter.copy_(lowp.quantize(parameter, format, rounding, seed=seed))
         assert equal(weights(ours), weights(theirs))
     assert master.step == 3

@@ -225,6 +225,7 @@ def train(model, simulation, steps, ranks=2):
     return found
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize("way", ["pickle", "state"])
 def test_delayed_scales_resume(way):
     model, simulation = delayed_model()
@@ -247,6 +248,7 @@ def all_reduce_max(all_ranks, rank, maxima):
     return all_ranks.amax(0)
 
 
+@pytest.mark.other_cpu
 def test_delayed_scales_of_real_ranks_are_those_of_virtual_ones():
     model, simulation = delayed_model()
     virtual = []
@@ -269,6 +271,7 @@ def test_delayed_scales_of_real_ranks_are_those_of_virtual_ones():
     assert torch.equal(states[0]["seen"], states[2]["seen"])
 
 
+@pytest.mark.other_cpu
 def test_calibrated_scales_are_fixed():
     model, _ = linear(**dict.fromkeys(ROLES, "e5m2"), scale="calibrated")
     with pytest.raises(ValueError, match=r"scale of the weights of layer '0' has not been calibrated.*lowp.calibrate"):
@@ -338,6 +341,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize(("mixture", "dtype"), [("delayed", torch.float32), ("calibrated", torch.bfloat16)], ids=str)
 def test_compiled_equals_eager(mixture, dtype):
     torch._dynamo.reset()

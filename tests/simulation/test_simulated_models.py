@@ -96,6 +96,7 @@ def reference(model, leaves):
     return [y, *(lowp.quantize(gradient, "e5m2") for gradient in gradients)]
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
     leaves = (nn.Embedding, nn.RNNBase, nn.Linear, nn.LayerNorm, nn.MultiheadAttention, nn.Dropout)
@@ -127,6 +128,7 @@ def test_recurrent_weights_stay_in_step():
     assert [id(weight) for weight in model._flat_weights] == [id(parameter) for parameter in model.parameters()]
 
 
+@pytest.mark.other_cpu
 def test_evaluation_rounds_as_training_does():
     """torch replaces encoder layers by one fused operation in evaluation, and uses nested tensors where there is padding."""
     model = seeded(Transformer)
@@ -151,6 +153,7 @@ def small():
     return nn.Sequential(nn.Linear(5, 4, bias=False), nn.ReLU(inplace=True))
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize(
     "options", [{}, {"rounding": "stochastic"}, {"scale": "tensor"}], ids=["nearest", "stochastic", "scaled"]
 )

@@ -400,7 +400,7 @@ def test_what_was_built_is_found_again(fresh, monkeypatch):
     def nothing(*_, **__):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(cpp.subprocess, "run", nothing)
+    monkeypatch.setattr(cpp.subprocess, "Popen", nothing)
     x = torch.arange(20, dtype=I32)
     _build(what, CPU)(Lists([[x]]), torch.zeros((0, 1), dtype=I32), [], None)
     assert torch.equal(x, torch.arange(20, dtype=I32) * 12345)

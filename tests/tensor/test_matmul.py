@@ -335,7 +335,7 @@ def test_compiled_functions_have_the_same_bits_and_one_graph_for_all_steps():
 
 def test_the_operations_are_registered_soundly():
     a, b, bias = (numbers(*shape).requires_grad_() for shape in ((2, 3), (3, 4), (4,)))
-    rest = ("e5m2", [0, 0, 0, 0], None, None)
+    rest = ("e5m2", [0, 0, 0, 0, 0], None, None)
     torch.library.opcheck(torch.ops.lowp.matmul.default, (a, b, bias, *rest, 0))
     x, weight = numbers(2, 2, 4, 5).requires_grad_(), numbers(4, 1, 2, 2).requires_grad_()
     torch.library.opcheck(torch.ops.lowp.conv2d.default, (x, weight, bias, [1, 2], [1, 1], 2, *rest))

@@ -23,6 +23,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize("kind", ["split", "pipeline"])
 def test_a_resumed_run_is_the_uninterrupted_one(kind, tmp_path):
     settings = [*SETTINGS, f"parallel.kind={kind}", "learning_rate.kind=constant"]

@@ -21,7 +21,8 @@ from lowp.train.toml import to_toml
 # There and back.
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
-positive = st.floats(min_value=5e-324, allow_infinity=False)
+positive = st.floats(1e-30, 1)
+below_1 = st.floats(0, 1, exclude_max=True)
 words = st.text(max_size=8)
 anything = st.recursive(
     st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | words,
@@ -35,11 +36,13 @@ recipes = st.builds(
     Recipe,
     name=st.text("aZ09_.-é", min_size=1, max_size=8),
     description=words,
-    seed=st.integers(0, 2**63),
+    seed=st.integers(0, 2**63 - 1),
     model=st.builds(ModelSettings, name=words, options=options, compile=st.booleans()),
     data=st.builds(DataSettings, augment=st.lists(st.sampled_from(["crop", "flip"]), max_size=2), options=options),
-    optimizer=st.builds(schema.OptimizerSettings, lr=positive, betas=st.tuples(finite, finite), eps=positive, options=options),
-    learning_rate=st.builds(schema.LearningRate, points=st.lists(finite, max_size=3), factors=st.lists(finite, max_size=3)),
+    optimizer=st.builds(
+        schema.OptimizerSettings, lr=positive, betas=st.tuples(below_1, below_1), eps=positive, options=options
+    ),
+    learning_rate=st.builds(schema.LearningRate, points=st.lists(below_1, max_size=3), factors=st.lists(below_1, max_size=3)),
     precision=st.builds(
         Precision,
         weights=words,
@@ -47,13 +50,13 @@ recipes = st.builds(
         loss_scale=words | finite,
         rounding=words | st.dictionaries(words, words, max_size=2),
         scale=words | st.dictionaries(words, words, max_size=2),
-        arithmetic=st.builds(schema.ArithmeticSettings, multiply=words, chunk=st.integers(1), quire=st.booleans()),
+        arithmetic=st.builds(schema.ArithmeticSettings, multiply=words, chunk=st.integers(1, 64), quire=st.booleans()),
         layers=st.dictionaries(
             words, st.builds(LayerRoles, scale=words, accumulate=st.none() | format_name, **roles), max_size=2
         ),
-        schedule=st.lists(st.builds(Phase, epoch=st.integers(0), wire=st.none() | format_name, **roles), max_size=2),
-        promote=st.none() | st.builds(Promote, to=words, after=st.integers(1)),
-        switch=st.none() | st.builds(Switch, ladder=st.lists(words, min_size=2, max_size=3), threshold=st.floats(1, 1e9)),
+        schedule=st.lists(st.builds(Phase, epoch=st.integers(0, 99), wire=st.none() | format_name, **roles), max_size=2),
+        promote=st.none() | st.builds(Promote, to=words, after=st.integers(1, 99)),
+        switch=st.none() | st.builds(Switch, ladder=st.lists(words, min_size=2, max_size=3), threshold=st.floats(1, 1e6)),
     ),
     wire=st.builds(Wire, skip=st.lists(words, max_size=2), layers=st.dictionaries(words, words, max_size=2)),
 )
@@ -203,7 +206,7 @@ def test_unknown_recipes(text, said):
         (b'name = "\xff"', "this is not text in UTF-8"),
         (b"base = 3", "base: 3 is not the name of a recipe"),
         (b'base = "fp33"', "unknown recipe 'fp33'; did you mean 'fp32'?"),
-        (b'base = "wrong.toml"', "is based on this file"),
+        (b'base = "wrong.toml"', "its base leads back to itself"),
         (b"epochs = 2020-01-01", "epochs: a recipe holds text, numbers"),
         (b'epochs = "5"', "epochs: '5' is not a whole number"),
         (b"epoch = 3\nbtach = 4\n[wire]\nfromat = 3", "wire.fromat: no such key; did you mean wire.format? (and 2 more)"),
@@ -290,7 +293,7 @@ def test_changes_from_python():
     [
         ("optimizer.lr=fast", "optimizer.lr: 'fast' is not a number"),
         ("optimizer.lr=nan", "optimizer.lr: nan is not a finite number"),
-        ("optimizer.lr=0", "optimizer.lr: 0 must be above 0"),
+        ("optimizer.lr=0", "optimizer.lr: 0 must be at least 1e-30"),
         ("optimizer.learning_rate=1", "optimizer.learning_rate: no such key; did you mean optimizer.lr?"),
         ("optimizer.betas=0.5", "optimizer.betas[1]: is missing"),
         ("optimizer.betas=1,2,3", "optimizer.betas: has 3 entries, and at most 2 are wanted"),
@@ -430,7 +433,6 @@ def test_several_mistakes_are_counted():
         (["optimizer.name=adam"], "optimizer.name: unknown optimizer 'adam'; did you mean 'adamw'?"),
         (["optimizer.options.x=1"], "optimizer.options: are for a torch:CLASS"),
         (["optimizer.nesterov=true", "optimizer.momentum=0"], "optimizer.nesterov: needs a momentum"),
-        (["optimizer.name=adamw", "optimizer.betas=0.9,1"], "optimizer: betas[1] must be at least 0 and below 1"),
         (
             ["optimizer.name=torch:adamw"],
             "optimizer.name: torch.optim has no optimizer 'adamw' that can be used here; did you mean torch:AdamW?",
@@ -438,7 +440,7 @@ def test_several_mistakes_are_counted():
         (["optimizer.name=torch:LBFGS"], "optimizer.name: torch.optim has no optimizer 'LBFGS' that can be used here"),
         (
             ["optimizer.name=torch:Adam", "optimizer.options.foo=1"],
-            "optimizer.options: Adam.__init__() got an unexpected keyword argument 'foo'",
+            "optimizer.options: optimizer 'torch:Adam': TypeError: Adam.__init__() got an unexpected keyword argument 'foo'",
         ),
         (["optimizer.name=torch:Adam", "precision.state=fp16"], "precision.state: torch's own optimizers round nothing"),
         (
@@ -504,10 +506,6 @@ def test_several_mistakes_are_counted():
             ["learning_rate.kind=linear", "learning_rate.points=0,5", "learning_rate.factors=1"],
             "learning_rate.factors: one for each point is wanted: 2, not 1",
         ),
-        (
-            ["learning_rate.kind=linear", "learning_rate.points=0", "learning_rate.factors=1"],
-            "learning_rate.warmup: linear has none",
-        ),
         (["learning_rate.warmup=6"], "learning_rate.warmup: 6 epochs, and the run has 6"),
         (["wire.format=e5m2x"], "wire.format: unknown format 'e5m2x'"),
         (["wire.format=tf32"], "wire.format: formats on the wire have up to 16 bits"),
@@ -552,6 +550,7 @@ def test_impossible_combinations(changes, said):
         ["optimizer.name=torch:RMSprop", "precision.loss_scale=65536", "optimizer.options.alpha=0.9"],
         ["wire.reduction=hierarchical(2)", "wire.format=topk:0.01:e4m3fn", "wire.error_feedback=true"],
         ["parallel.kind=pipeline", "virtual_ranks=2", "parallel.format=dynamic8", "batch=3"],
+        ["learning_rate.kind=linear", "learning_rate.points=0,24", "learning_rate.factors=1,0", "learning_rate.warmup=8"],
     ],
 )
 def test_possible_combinations(changes):

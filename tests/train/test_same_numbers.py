@@ -9,6 +9,8 @@ import torch
 
 from lowp.train.reading import read_recipe
 from lowp.train.run import run
+from lowp.train.trainer import Trainer
+from lowp.train.world import World
 from train import training
 from train.training import OF_THE_RANKS, TINY, arguments, assert_same
 
@@ -125,6 +127,7 @@ def test_health_is_the_same_after_a_resume(tmp_path, capsys):
     assert (copy / "health.jsonl").read_text() == (tmp_path / "whole" / "health.jsonl").read_text()
 
 
+@pytest.mark.other_cpu
 def test_run_after_run(tmp_path, capsys):
     """And another seed gives other numbers, so that equality says something."""
     for name, seed in (("one", 3), ("two", 3), ("other", 4)):
@@ -133,12 +136,24 @@ def test_run_after_run(tmp_path, capsys):
     assert training.final_state(tmp_path / "one") != training.final_state(tmp_path / "other")
 
 
+@pytest.mark.parametrize("augment", [[], ["crop", "flip"]])
+def test_a_micro_batch_is_a_tensor_of_its_own(augment):
+    """A product may have other bits where an operand's address is less round: a view into all ranks' samples would not do."""
+    recipe = read_recipe("aps8", ["batch=30", "data.limit=60", "accumulate=2", "virtual_ranks=3", f"data.augment={augment}"])
+    trainer = Trainer(recipe, World(0, 1, torch.device("cpu")))
+    for rank in range(3):
+        for inputs, _ in trainer.micro_batches(rank):
+            assert len(inputs) == 5
+            assert inputs.storage_offset() == inputs.data_ptr() % 64 == 0
+
+
 def real_and_virtual(server, name: str, ranks: int, folder: Path, **changes) -> None:
     server.run_ranks(of_case(name, "--ranks", str(ranks), out=folder / "real", **changes), ranks)
     server.run(of_case(name, "--virtual-ranks", str(ranks), out=folder / "virtual", **changes))
     assert_same(folder / "real", folder / "virtual", but=OF_THE_RANKS)
 
 
+@pytest.mark.other_cpu
 @pytest.mark.parametrize(("name", "ranks"), [(REAL[0], 3), (REAL[1], 2), (REAL[2], 2)])
 def test_real_ranks_are_virtual_ranks(name, ranks, lowp_server, tmp_path):
     real_and_virtual(lowp_server, name, ranks, tmp_path)
@@ -151,6 +166,7 @@ def test_real_ranks_are_virtual_ranks_in_every_case(name, ranks, lowp_server, tm
     real_and_virtual(lowp_server, name, ranks, tmp_path)
 
 
+@pytest.mark.other_cpu
 def test_virtual_ranks_go_on_where_real_ones_stopped(lowp_server, tmp_path):
     """And the other way round: a checkpoint is of ranks, whoever stands for them."""
     case, setting = REAL[1], {"checkpoints__every": 1, "checkpoints__keep": 100}

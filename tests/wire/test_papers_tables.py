@@ -1,4 +1,4 @@
-"""PAPERS.md, section 1: why summing in low precision is the weak spot. Relative L2 errors of sums of Gaussian gradients.
+"""docs/PAPERS.md, section 1: why summing in low precision is the weak spot. Relative L2 errors of sums of Gaussian gradients.
 
 Fixed here: N(0, 1), one layer, rank r's generator seeded with 1000 + r, errors against the float64 sum. Where nothing under- or
 overflows, scale="aps" and scale="none" give the same figures.
@@ -9,8 +9,6 @@ ranks and accumulate=format is the sequential sum with a single shard (`test_one
 Where we differ from the tables:
 - "decode and sum in fp32" has one rounding, of the addends: .052 and .027. `two_shot` rounds the sum once more, because it
   travels: sqrt(2) times as much, .074 and .037. `test_one_rounding` gets the table's figures without the second.
-- the table by group size says (4,3), but its k=256 (.569) is the sequential sum in e5m2 (.566), where e4m3 has .298 in the
-  table above it. See GROUPS.
 """
 
 import functools
@@ -72,9 +70,7 @@ def test_one_rounding(world, format):
     assert float((rounded - exact).norm() / exact.norm()) == pytest.approx(TABLE[world, format][3], rel=0.06)
 
 
-# Ours, e4m3 + APS. The table's, said to be (4,3): 256 .569, 64 .295, 32 .201, 16 .201, 8 .227, 4 .327. In e5m2 we get .574,
-# .329, .252, .219, .258, .302: nearer, but not the same either. Its data and order are not written down.
-# What both have: a minimum near sqrt(ranks), less than half of what one group of all ranks has.
+# e4m3 + APS, by the size of groups: a minimum near sqrt(ranks), less than half of what one group of all ranks has.
 GROUPS = {256: 0.290, 64: 0.164, 32: 0.130, 16: 0.116, 8: 0.132, 4: 0.162}
 
 

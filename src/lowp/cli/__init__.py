@@ -1,11 +1,12 @@
 """The command line. One short file per command; what they share is in `figures`, `output` and `errors`."""
 
+import os
 from typing import Annotated
 
 import typer
 
 from lowp.cli import demo, formats, memory, quantize, recipes, runs, tour, train
-from lowp.cli.errors import OneLineErrors
+from lowp.cli.errors import TRACEBACK, OneLineErrors
 from lowp.cli.output import examples, survive_narrow_encodings
 
 EXAMPLES = examples(
@@ -42,13 +43,17 @@ def options_of_all_commands(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions of lowp and torch.")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from, for a bug report.")] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", envvar=TRACEBACK, help="Show where an error came from, for a bug report.")
+    ] = False,
 ) -> None:
     """Train neural networks in low precision across many machines.
 
     Exit codes: 0, done; 1, a rank died or the reader of the output went away; 2, a mistake in the command or in a file.
     """
     survive_narrow_encodings()
+    if traceback:
+        os.environ[TRACEBACK] = "1"  # for the ranks that `lowp train --ranks` starts
 
 
 app.command("formats", epilog=formats.EXAMPLES)(formats.show_formats)

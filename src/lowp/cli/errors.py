@@ -1,10 +1,13 @@
-"""A user's mistake is one line on stderr and exit code 2, never a traceback."""
+"""A user's mistake is one line on stderr and exit code 2, never a traceback; so is Ctrl-C, with exit code 130."""
 
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from lowp.starting import INTERRUPTED, has_started
+
+TRACEBACK = "LOWP_TRACEBACK"  # the environment variable that stands for --traceback
 USER_ERRORS = (ValueError, TypeError, OSError)  # what the library raises when it is asked for something impossible
 
 
@@ -17,16 +20,29 @@ def one_line(error: Exception) -> str:
     return " ".join(text.split())
 
 
+def _out_of_memory(error: Exception) -> bool:
+    """Was more memory asked for than there is? torch says so with a RuntimeError: on CUDA with its own, on a CPU in words."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
 class OneLineErrors(TyperGroup):
     """The group of all commands. `lowp --traceback ...` lets the exception through."""
 
     def invoke(self, ctx: Any) -> Any:  # typer keeps its own kind of context to itself
         try:
+            has_started()
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("lowp: interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             raise  # `lowp formats | head` is no mistake; typer ends quietly
-        except USER_ERRORS as error:
-            if ctx.params.get("traceback"):
+        except (*USER_ERRORS, RuntimeError, MemoryError) as error:
+            if ctx.params.get("traceback") or not (isinstance(error, USER_ERRORS) or _out_of_memory(error)):
                 raise
             typer.echo(f"lowp: {one_line(error)}", err=True)
             raise typer.Exit(2) from None

@@ -57,7 +57,7 @@ def _print(found: "Footprint") -> None:
     out.print(result)
     out.print(
         f"\n{counted.parameters:,} parameters. A rank's gradients are {bytes_text(found.wire_bytes)} on the wire, "
-        f"{100 * found.wire_bytes / found.fp32_bytes:.4g} % of fp32's;\nwith {found.ranks} ranks each sends "
+        f"{100 * found.wire_bytes / found.fp32_bytes:.4g} % of fp32's;\nwith {found.ranks} ranks rank 0 sends "
         f"{bytes_text(found.sent)} a step. Activations are not counted: they depend on the batch."
     )
 

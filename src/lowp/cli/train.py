@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowp.cli.errors import USER_ERRORS, one_line
+from lowp.cli.errors import TRACEBACK, USER_ERRORS, one_line
 from lowp.cli.output import examples
+from lowp.starting import INTERRUPTED
 
 if TYPE_CHECKING:
     from lowp.train.recipe import Recipe
@@ -21,7 +22,6 @@ EXAMPLES = examples(
     ("lowp train my.toml --out runs/mine", "a recipe of your own; lowp recipes NAME --toml prints one"),
     ("lowp train runs/mine --resume", "go on where it stopped"),
 )
-FAILED, DIVERGED = 1, 3  # exit codes: a rank died; the run cannot go on
 
 
 def train(
@@ -44,15 +44,15 @@ def train(
 ) -> None:
     """Train a model in a chosen precision, and show what it cost and what it lost.
 
-    On many hosts: `torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m lowp train RECIPE
-    --out DIR` on each.
+    On many hosts: `torchrun --nnodes 2 --node-rank N --nproc-per-node 4 --master-addr HOST --master-port 29500 -m lowp train
+    RECIPE --out DIR` on each, with N = 0 on HOST. Everybody who can reach these ports is trusted: docs/TRAIN.md.
 
     Exit codes: 0, done; 1, a rank died; 2, a mistake; 3, the run diverged; 130 or 143, stopped by SIGINT or SIGTERM, and saved.
     """
     from lowp.train.check import check
-    from lowp.train.launch import RanksFailed, follow_launcher, is_rank, is_restart, launch
+    from lowp.train.launch import FAILED, RanksFailed, follow_launcher, is_rank, is_restart, launch_run
     from lowp.train.reading import read_recipe
-    from lowp.train.rundir import next_directory
+    from lowp.train.rundir import RECIPE, next_directory
 
     changes = list(changes or [])
     changes += [f"ranks={ranks}"] if ranks is not None else []
@@ -72,18 +72,20 @@ def train(
         if resume:
             raise ValueError("--resume needs the run's directory: lowp train runs/NAME-001 --resume")
         out = next_directory(Path("runs"), chosen.name)
-    if chosen.ranks == 1:
-        _run_here(chosen, out, resume=resume, data=data, quiet=quiet)
-        return
-    command = ["train", recipe, "--out", str(out)]
-    command += [argument for change in changes for argument in ("--set", change)]
-    command += ["--data", str(data)] if data is not None else []
-    command += [flag for flag, wanted in (("--resume", resume), ("--quiet", quiet)) if wanted]
+    go_on = f"go on with: lowp train {out} --resume"
     try:
-        code = launch(command, chosen.ranks, chosen.threads, max_restarts)
+        if chosen.ranks == 1:
+            _run_here(chosen, out, resume=resume, data=data, quiet=quiet)
+            return
+        code = launch_run(chosen, out, resume=resume, data=data, quiet=quiet, max_restarts=max_restarts)
     except RanksFailed as error:
-        typer.echo(f"lowp: {error}; go on with: lowp train {out} --resume", err=True)
+        typer.echo(f"lowp: {error}; {go_on}", err=True)
         code = FAILED
+    except KeyboardInterrupt:
+        if not (out / RECIPE).exists():
+            raise
+        typer.echo(f"lowp: interrupted; {go_on}", err=True)
+        code = INTERRUPTED
     raise typer.Exit(code)
 
 
@@ -91,6 +93,8 @@ def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, q
     """In this process, alone or as one of several ranks. Of several, rank 0 speaks for all."""
     from lowp import CollectiveError
     from lowp.train.divergence import Diverged
+    from lowp.train.launch import DIVERGED, FAILED, MISTAKE
+    from lowp.train.plugins import PluginError
     from lowp.train.run import run
 
     rank = int(os.environ.get("RANK", 0))
@@ -103,9 +107,11 @@ def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, q
     except CollectiveError as error:
         typer.echo(f"lowp: rank {rank}: {one_line(error)}", err=True)
         sys.exit(FAILED)
-    except USER_ERRORS:
-        if rank == 0:
+    except USER_ERRORS as error:
+        if rank == 0 or TRACEBACK in os.environ:
             raise
-        sys.exit(2)
+        if isinstance(error, PluginError):  # it may be of this rank's samples alone
+            typer.echo(f"lowp: rank {rank}: {one_line(error)}", err=True)
+        sys.exit(MISTAKE)
     if end["kind"] == "stopped":
         sys.exit(128 + signal.Signals[end["signal"]])

@@ -1,29 +1,47 @@
 """Block formats: small numbers that share a scale (OCP Microscaling 1.0, NVFP4, and any other combination)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowp.formats.base import Format
+from lowp.formats.codebook import CodebookFormat
 from lowp.formats.fixed import FixedFormat
 from lowp.formats.floats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, E8M0FNU, FloatFormat
 
 MAX_BLOCK_SIZE = 1 << 16
+TENSOR_SCALE_BITS = 24  # significant bits of the one float32 scale of a whole tensor
+_FLOAT64_BITS, _FLOAT64_EXPONENTS = 53, (-1022, 1023)
+_FLOAT32_EXPONENTS = (-149, 127)
+
+
+def significant_bits(fmt: Format) -> int:
+    """How many bits the significand of any value has, at most."""
+    if isinstance(fmt, FloatFormat):
+        return fmt.mantissa_bits + 1
+    if isinstance(fmt, CodebookFormat):
+        return 24  # float32 numbers
+    return fmt.bits - 1
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """`size` neighbouring elements along the last dimension share one scale; the last block of a row may be shorter.
+    """`size` neighbouring elements along one dimension share one scale; the last block of a row may be shorter.
 
-    A scale without mantissa follows OCP MX: 2^(exponent of the block's maximum - exponent of the element format's maximum).
-    Any other scale is maximum / largest element, rounded to nearest. With `tensor_scale`, as in NVFP4, one float32 for the
-    whole tensor brings the largest block's scale to the scale format's own maximum. Finite elements always saturate; infinities
-    and NaN become what they become in the element format.
+    A scale without mantissa follows OCP MX: 2^(exponent of the block's maximum - exponent of the element format's maximum), so
+    that a maximum may saturate. With `rceil` it is the smallest power of two with which nothing saturates, as NVIDIA's
+    libraries choose it. Any other scale is maximum / largest element, rounded to nearest. With `tensor_scale`, as in NVFP4, one
+    float32 for the whole tensor brings the largest block's scale to the scale format's own maximum.
+
+    Finite elements always saturate, and only finite ones decide the scale. An infinity stays one where elements have it, else
+    it is NaN. NaN is an element's NaN where elements have one; else the scale's NaN, with which the whole block is NaN, as OCP
+    MX reads it; where neither has one, `quantize` returns NaN for the number and `encode` refuses it.
     """
 
     element: Format
     size: int
     scale: FloatFormat
     tensor_scale: bool = False
+    rceil: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.element, Format) or not isinstance(self.scale, FloatFormat):
@@ -34,6 +52,19 @@ class BlockFormat:
             raise ValueError(f"elements of a block have at most 16 bits; {self.element} has {self.element.bits}")
         if self.tensor_scale and self.power_of_two_scale:
             raise ValueError("a second scale for the whole tensor adds nothing to a power-of-two scale")
+        if self.rceil and not self.power_of_two_scale:
+            raise ValueError(f"rceil is a rule for power-of-two scales, and {self.scale} has a mantissa")
+        self._require_room_in_float64()
+
+    def _require_room_in_float64(self) -> None:
+        """Values are computed as normal numbers of float64, exactly: element x scale (x scale of the tensor)."""
+        bits = significant_bits(self.element) + significant_bits(self.scale) + TENSOR_SCALE_BITS * self.tensor_scale
+        lowest = math.frexp(self.element.smallest)[1] + math.frexp(self.scale.smallest)[1] - 2
+        highest = math.frexp(self.element.max)[1] + math.frexp(self.scale.max)[1]
+        if self.tensor_scale:
+            lowest, highest = lowest + _FLOAT32_EXPONENTS[0], highest + _FLOAT32_EXPONENTS[1]
+        if bits > _FLOAT64_BITS or lowest < _FLOAT64_EXPONENTS[0] or highest > _FLOAT64_EXPONENTS[1]:
+            raise ValueError(f"{self.text}: elements times scales go beyond float64")
 
     @property
     def family(self) -> str:
@@ -75,7 +106,7 @@ class BlockFormat:
 
     @property
     def has_nan(self) -> bool:
-        return self.element.has_nan
+        return self.element.has_nan or self.scale.has_nan
 
     @property
     def has_inf(self) -> bool:
@@ -86,7 +117,8 @@ class BlockFormat:
 
     @property
     def text(self) -> str:
-        return f"block({self.element}, {self.size}, {self.scale}{', fp32' if self.tensor_scale else ''})"
+        more = ", fp32" * self.tensor_scale + ", rceil" * self.rceil
+        return f"block({self.element}, {self.size}, {self.scale}{more})"
 
 
 MXFP8_E4M3 = BlockFormat(E4M3FN, 32, E8M0FNU)
@@ -106,3 +138,4 @@ NAMES: dict[BlockFormat, str] = {
     MXINT8: "mxint8",
     NVFP4: "nvfp4",
 }
+NAMES |= {replace(fmt, rceil=True): f"{name}_rceil" for fmt, name in NAMES.items() if fmt.power_of_two_scale}

@@ -17,6 +17,9 @@ from functools import cached_property
 
 from lowp.formats.base import Format
 
+MAX_CODEBOOK_BITS = 16
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+
 
 def _float32(value: Fraction | float) -> float:
     return struct.unpack("f", struct.pack("f", float(value)))[0]
@@ -28,6 +31,13 @@ class CodebookFormat(Format):
 
     name: str
     entries: tuple[float, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        count = len(self.entries)
+        if not 2 <= count <= 1 << MAX_CODEBOOK_BITS or count & (count - 1):
+            raise ValueError(f"codebook {self.name!r} has {count} entries; it takes 2, 4, 8 ... or {1 << MAX_CODEBOOK_BITS}")
+        if strange := [value for value in self.entries if not abs(value) <= _FLOAT32_MAX or _float32(value) != value]:
+            raise ValueError(f"codebook {self.name!r} holds {strange[0]!r}; entries are finite float32 numbers")
 
     @property
     def family(self) -> str:

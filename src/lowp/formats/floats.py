@@ -1,4 +1,4 @@
-"""Floating point of any split, and the four ways in which such formats spend codes on special values."""
+"""Floating point of any split, and the five ways in which such formats spend codes on special values."""
 
 import enum
 import math
@@ -19,11 +19,16 @@ class Specials(enum.Enum):
     NAN_ONLY = "fn"  # no infinities; the one code of all ones is NaN
     FNUZ = "fnuz"  # no infinities and no minus zero: its code is the only NaN
     NONE = "finite"  # every code is a number
+    EXTENDED = "inuz"  # IEEE P3109: infinity is the largest code, NaN that of minus zero (unsigned: the one after infinity)
 
 
 @dataclass(frozen=True)
 class FloatFormat(Format):
-    """Sign, exponent and mantissa. `bias=None` means 2^(exponent_bits-1) - 1, one more for fnuz.
+    """Sign, exponent and mantissa. `bias=None` means 2^(exponent_bits-1) - 1, one more for fnuz and inuz.
+
+    The formats of IEEE P3109, binary<k>p<p> with k bits and p of precision, are: signed and extended `se`, e<k-p>m<p-1>inuz;
+    signed and finite `sf`, e<k-p>m<p-1>fnuz; unsigned and extended `ue`, e<k-p+1>m<p-1>inuz_u; unsigned and finite `uf`, the
+    same with `fn` and the bias of P3109.
 
     Without subnormals, exponent 0 is an ordinary binade, except that code 0 is zero. `signed=False` drops the sign
     bit; `zero=False` (scales such as e8m0fnu) makes code 0 an ordinary number too.
@@ -46,12 +51,14 @@ class FloatFormat(Format):
             )
         if self.specials is Specials.FNUZ and not self.signed:
             raise ValueError("an fnuz format keeps NaN in the code of minus zero, so it cannot be unsigned")
-        if self.specials is Specials.FNUZ and not self.zero:
-            raise ValueError("an fnuz format keeps NaN in the code of minus zero, so it cannot do without zero")
+        if self._nan_is_minus_zero and not self.zero:
+            raise ValueError(
+                f"an {self.specials.value} format keeps NaN in the code of minus zero, so it cannot do without zero"
+            )
         if self.subnormals and not self.zero:
             raise ValueError("a format without zero has no subnormals")
         if self.bias is None:
-            default = (1 << (e - 1)) - 1 + (self.specials is Specials.FNUZ)
+            default = (1 << (e - 1)) - 1 + (self.specials in (Specials.FNUZ, Specials.EXTENDED))
             object.__setattr__(self, "bias", default)
         elif not -MAX_BIAS <= self.bias <= MAX_BIAS:
             raise ValueError(f"bias {self.bias} is outside -{MAX_BIAS}..{MAX_BIAS}")
@@ -61,6 +68,10 @@ class FloatFormat(Format):
     @property
     def family(self) -> str:
         return "float"
+
+    @property
+    def _nan_is_minus_zero(self) -> bool:
+        return self.specials is Specials.FNUZ or (self.specials is Specials.EXTENDED and self.signed)
 
     @property
     def bits(self) -> int:
@@ -77,13 +88,15 @@ class FloatFormat(Format):
         top = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
         if self.specials is Specials.IEEE:
             return ((1 << self.exponent_bits) - 1 << self.mantissa_bits) - 1
+        if self.specials is Specials.EXTENDED:
+            return top - 1 if self.signed else top - 2
         return top - 1 if self.specials is Specials.NAN_ONLY else top
 
     def value(self, code: int) -> float:
         sign_bit = 1 << (self.bits - 1) if self.signed else 0
         magnitude = code & ~sign_bit
         sign = -1.0 if code & sign_bit else 1.0
-        if self.specials is Specials.FNUZ and code == sign_bit:
+        if self._nan_is_minus_zero and code == sign_bit:
             return math.nan
         if magnitude > self.max_code:
             return math.copysign(math.inf, sign) if magnitude == self.inf_code else math.nan
@@ -131,15 +144,17 @@ class FloatFormat(Format):
 
     @property
     def inf_code(self) -> int | None:
-        return self.max_code + 1 if self.specials is Specials.IEEE else None
+        return self.max_code + 1 if self.specials in (Specials.IEEE, Specials.EXTENDED) else None
 
     @cached_property
     def nan_code(self) -> int | None:
         """The quiet NaN: for IEEE formats the one whose first mantissa bit is set, as hardware makes it."""
         if self.specials is Specials.IEEE:
             return self.max_code + 1 + (1 << (self.mantissa_bits - 1)) if self.mantissa_bits else None
-        if self.specials is Specials.FNUZ:
+        if self._nan_is_minus_zero:
             return 1 << (self.bits - 1)
+        if self.specials is Specials.EXTENDED:
+            return self.max_code + 2
         return self.max_code + 1 if self.specials is Specials.NAN_ONLY else None
 
     @property
@@ -148,7 +163,7 @@ class FloatFormat(Format):
 
     @property
     def has_negative_zero(self) -> bool:
-        return self.signed and self.zero and self.specials is not Specials.FNUZ
+        return self.signed and self.zero and not self._nan_is_minus_zero
 
     def __str__(self) -> str:
         return NAMES.get(self) or self.text
@@ -160,8 +175,23 @@ class FloatFormat(Format):
         bias = f"b{self.bias}" if self.bias != ordinary.bias else ""
         flags = "_u" * (not self.signed) + "_ns" * (not self.subnormals) + "_nz" * (not self.zero)
         body = f"e{self.exponent_bits}m{self.mantissa_bits}{bias}"
+        if self.specials is Specials.EXTENDED and not bias and self.subnormals:
+            return f"binary{self.bits}p{self.mantissa_bits + 1}{'s' if self.signed else 'u'}e"
         text = f"{body}{self.specials.value}{flags}"
         return f"{body}nan{flags}" if text in NAMES.values() else text
+
+
+def p3109(bits: int, precision: int, signed: bool, extended: bool) -> FloatFormat:
+    """binary<bits>p<precision> of IEEE P3109: bias 2^(exponent bits - 1), one zero, one NaN; `extended`: with infinities."""
+    exponent_bits = bits - precision + (not signed)
+    if not 1 <= exponent_bits <= MAX_EXPONENT_BITS or not 1 <= precision <= MAX_MANTISSA_BITS + 1:
+        raise ValueError(
+            f"impossible binary{bits}p{precision}: precision is from 1 to {MAX_MANTISSA_BITS + 1} bits, and from 1 to "
+            f"{MAX_EXPONENT_BITS} must be left for the exponent, beside a sign"
+        )
+    finite = Specials.FNUZ if signed else Specials.NAN_ONLY
+    specials = Specials.EXTENDED if extended else finite
+    return FloatFormat(exponent_bits, precision - 1, bias=1 << (exponent_bits - 1), specials=specials, signed=signed)
 
 
 FP32 = FloatFormat(8, 23)

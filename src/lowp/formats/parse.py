@@ -5,18 +5,21 @@ import re
 from functools import lru_cache
 
 from lowp.formats.base import Format
+from lowp.formats.block import NAMES as BLOCK_NAMES
 from lowp.formats.block import BlockFormat
 from lowp.formats.fixed import FixedFormat
-from lowp.formats.floats import FloatFormat, Specials
+from lowp.formats.floats import FloatFormat, Specials, p3109
 from lowp.formats.posit import PositFormat
 from lowp.formats.registry import FORMATS, AnyFormat
 
-_NAMED = {str(entry): entry for entry in FORMATS}
-_FLOAT = re.compile(r"e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|fn|nan|finite)?(_u)?(_ns)?(_nz)?")
-_FIXED = re.compile(r"fixed(\d+)\.(\d+)")
-_INT = re.compile(r"int(\d+)")
-_POSIT = re.compile(r"posit(\d+)(?:_(\d+))?")
-_BLOCK = re.compile(r"block\(([^(),]+),(\d+),([^(),]+)(,fp32)?\)")
+MAX_LENGTH = 100  # characters of a name
+_NAMED = {str(entry): entry for entry in FORMATS} | {name: entry for entry, name in BLOCK_NAMES.items()}
+_FLOAT = re.compile(r"e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|inuz|fn|nan|finite)?(_u)?(_ns)?(_nz)?", re.ASCII)
+_P3109 = re.compile(r"(?:binary|p3109_k)(\d+)p(\d+)([su])([ef])", re.ASCII)
+_FIXED = re.compile(r"fixed(\d+)\.(\d+)", re.ASCII)
+_INT = re.compile(r"int(\d+)", re.ASCII)
+_POSIT = re.compile(r"posit(\d+)(?:_(\d+))?", re.ASCII)
+_BLOCK = re.compile(r"block\(([^(),]+),(\d+),([^(),]+)(,fp32)?(,rceil)?\)", re.ASCII)
 _SPECIALS = {None: Specials.IEEE, "nan": Specials.NAN_ONLY} | {s.value: s for s in Specials if s.value}
 
 
@@ -36,6 +39,8 @@ def _parse(text: str) -> AnyFormat | None:
             subnormals=not no_subnormals,
             zero=not no_zero,
         )
+    if match := _P3109.fullmatch(squeezed):
+        return p3109(int(match[1]), int(match[2]), signed=match[3] == "s", extended=match[4] == "e")
     if match := _FIXED.fullmatch(squeezed):
         return FixedFormat(int(match[1]), int(match[2]))
     if match := _INT.fullmatch(squeezed):
@@ -46,13 +51,13 @@ def _parse(text: str) -> AnyFormat | None:
         element, scale = format(match[1]), format(match[3])
         if not isinstance(element, Format) or not isinstance(scale, FloatFormat):
             raise ValueError(f"{text!r}: the elements of a block are numbers and its scale is a float format")
-        return BlockFormat(element, int(match[2]), scale, tensor_scale=match[4] is not None)
+        return BlockFormat(element, int(match[2]), scale, tensor_scale=bool(match[4]), rceil=bool(match[5]))
     return None
 
 
 def format(text: "str | AnyFormat") -> AnyFormat:
-    """The format that a text names: `e5m2`, `e4m3fn`, `bf16`, `fixed3.4`, `int8`, `posit8_1`, `dynamic8`, `mxfp4`,
-    `block(e2m1fn, 16, e4m3fn)`. A format is returned as it is. Case and spaces do not matter.
+    """The format that a text names: `e5m2`, `e4m3fn`, `bf16`, `binary8p3se`, `fixed3.4`, `int8`, `posit8_1`, `dynamic8`,
+    `mxfp4`, `mxfp4_rceil`, `block(e2m1fn, 16, e4m3fn)`. A format is returned as it is. Case and spaces do not matter.
 
     An unknown name raises ValueError with the nearest names; an impossible one with what is allowed.
     """
@@ -60,8 +65,13 @@ def format(text: "str | AnyFormat") -> AnyFormat:
         return text
     if not isinstance(text, str):
         raise TypeError(f"a format is a name such as 'e4m3fn' or a Format, not {type(text).__name__}")
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"a format's name has at most {MAX_LENGTH} characters, not {len(text)}: {text[:20]!r}...")
     if (parsed := _parse(text)) is not None:
         return parsed
+    if "block" in text.lower():
+        shape = "block(<format>, <size>, <scale format>), and ', fp32' or ', rceil' before the bracket closes"
+        raise ValueError(f"unknown format {text!r}; a block format is {shape}")
     near = difflib.get_close_matches(text.lower(), _NAMED, n=3, cutoff=0.6)
     if near:
         hint = "did you mean " + " or ".join(repr(name) for name in near) + "?"

@@ -7,6 +7,7 @@ from lowp.formats.base import Format
 
 MAX_POSIT_BITS = 16
 MAX_POSIT_EXPONENT = 896  # of max: every value stays a normal float64
+MAX_EXPONENT_SIZE = 9  # with more, even the narrowest posit exceeds that
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class PositFormat(Format):
     exponent_size: int = 2
 
     def __post_init__(self) -> None:
-        if not 3 <= self.width <= MAX_POSIT_BITS or self.exponent_size < 0 or self.max_exponent > MAX_POSIT_EXPONENT:
+        possible = 3 <= self.width <= MAX_POSIT_BITS and 0 <= self.exponent_size <= MAX_EXPONENT_SIZE
+        if not possible or self.max_exponent > MAX_POSIT_EXPONENT:
             raise ValueError(
                 f"impossible {self}: posit<n> and posit<n>_<es> take n from 3 to {MAX_POSIT_BITS} "
                 f"and es so that (n - 2) * 2^es stays under {MAX_POSIT_EXPONENT}"

@@ -229,36 +229,66 @@ def block_scale(values: list[float], fmt: BlockFormat, tensor_scale: float = 1.0
         if not largest:
             return fmt.scale.smallest
         exponent = math.frexp(float(largest))[1] - 1 - fmt.max_exponent
+        if fmt.rceil and largest > Fraction(fmt.element.max) * Fraction(2) ** exponent:
+            exponent += 1
         lowest, highest = math.frexp(fmt.scale.smallest)[1] - 1, math.frexp(fmt.scale.max)[1] - 1
         return math.ldexp(1.0, min(max(exponent, lowest), highest))
-    # In float64, as the tensor operations do it: the quotient only has to be the same everywhere.
-    quotient = float(largest) / (tensor_scale * fmt.element.max)
-    return max(round(quotient, fmt.scale, saturate=True), fmt.scale.smallest)
+    scale = _nearest_to(largest / (Fraction(tensor_scale) * Fraction(fmt.element.max)), fmt.scale)
+    return max(scale, fmt.scale.smallest)
 
 
 def tensor_scale(values: list[float], fmt: BlockFormat) -> float:
     """The one float32 scale of a whole tensor: the largest block's scale then just reaches the scale format's maximum."""
-    largest = max((abs(v) for v in values if math.isfinite(v)), default=0.0)
-    fp32 = FloatFormat(8, 23)
-    scale = round(largest / (fmt.element.max * fmt.scale.max), fp32, saturate=True)
+    largest = max((abs(Fraction(v)) for v in values if math.isfinite(v)), default=Fraction(0))
+    scale = _nearest_to(largest / Fraction(fmt.element.max) / Fraction(fmt.scale.max), FloatFormat(8, 23))
     return scale if scale > 0 else 1.0
 
 
+def _nearest_to(magnitude: Fraction, fmt: Format) -> float:
+    """To nearest, saturating."""
+    if magnitude >= Fraction(fmt.max):
+        return fmt.max
+    near = neighbours(magnitude, fmt)
+    return float(near.high if _goes_up(magnitude, near, Rounding.NEAREST, False, None) else near.low)
+
+
+def poisons(value: float, element: Format, saturate: bool = False) -> bool:
+    """Is a number not finite, and elements of a block have no code that says so?"""
+    if element.has_nan or math.isfinite(value):
+        return False
+    return math.isnan(value) or not (element.has_inf or saturate)
+
+
 def round_block(
-    values: list[float], fmt: BlockFormat, mode: Rounding | str = Rounding.NEAREST, *, whole_tensor_scale: float = 1.0
+    values: list[float],
+    fmt: BlockFormat,
+    mode: Rounding | str = Rounding.NEAREST,
+    *,
+    whole_tensor_scale: float = 1.0,
+    saturate: bool = False,
 ) -> list[Fraction | float]:
     """One block, exactly: elements are rounded in units of the scale, finite ones clamped to the element's range.
 
-    Infinities and NaN become what they become in the element format; a largest value instead of an infinity is scaled.
+    1. A number that is not finite becomes what it becomes in the element format, if that shows it.
+    2. If that does not, the block is NaN as a whole where the scale format has a NaN, else the number alone is.
     """
+    poisoned = [poisons(value, fmt.element, saturate) for value in values]
+    if any(poisoned) and fmt.scale.has_nan:
+        return [math.nan] * len(values)
     unit = Fraction(block_scale(values, fmt, whole_tensor_scale)) * Fraction(whole_tensor_scale)
     results: list[Fraction | float] = []
-    for value in values:
+    for value, bad in zip(values, poisoned, strict=True):
+        if bad:
+            results.append(math.nan)
+            continue
         if not math.isfinite(value) or value == 0:
-            special = round(value, fmt.element, mode)
+            special = round(value, fmt.element, mode, saturate=saturate)
             results.append(special if not math.isfinite(special) or special == 0 else Fraction(special) * unit)
             continue
         negative = value < 0
+        if negative and not fmt.element.signed:
+            results.append(Fraction(fmt.element.min) * unit)
+            continue
         magnitude = min(abs(Fraction(value)) / unit, abs(Fraction(_largest(fmt.element, negative))))
         near = neighbours(magnitude, fmt.element, negative)
         picked = near.high if _goes_up(magnitude, near, Rounding(mode), negative, None) else near.low

@@ -21,6 +21,7 @@ from lowp.formats.floats import (
     FP32,
     TF32,
     FloatFormat,
+    p3109,
 )
 from lowp.formats.posit import PositFormat
 
@@ -29,7 +30,7 @@ AnyFormat = Format | BlockFormat
 FORMATS: tuple[AnyFormat, ...] = (
     *(FP32, TF32, BF16, FP16, FloatFormat(6, 9)),
     *(FloatFormat(1, 6), FloatFormat(2, 5), E3M4, E4M3, E5M2, FloatFormat(6, 1), FloatFormat(7, 0)),
-    *(E4M3FN, E5M2FNUZ, E4M3FNUZ, E4M3B11FNUZ, E8M0FNU),
+    *(E4M3FN, E5M2FNUZ, E4M3FNUZ, E4M3B11FNUZ, E8M0FNU, p3109(8, 3, True, True), p3109(8, 4, True, True)),
     *(E3M2FN, E2M3FN, E2M1FN, FloatFormat(3, 0)),
     *(FixedFormat(7, 8), FixedFormat(3, 4), FixedFormat(15), FixedFormat(7), FixedFormat(3), FixedFormat(1)),
     *(PositFormat(16), PositFormat(16, 1), PositFormat(8), PositFormat(8, 1), PositFormat(8, 0), PositFormat(6)),

@@ -26,8 +26,8 @@ _NESTED = (list, tuple)
 class Sighting:
     """One forbidden tensor at one operation. Finding the place takes a walk over the stack, so it is only done when asked."""
 
-    operation: str  # "aten.mm"
-    slot: str
+    operation: str  # "aten.mm", or what holds the tensor: "buffer running_mean"
+    slot: str  # "" for what is held
     tensor: Tensor
     made: bool  # by this operation, not a view of what it was given
     find_place: Callable[[], Place]
@@ -38,12 +38,15 @@ class Sighting:
 
 
 def holds(values: Any, forbidden: frozenset[torch.dtype]) -> bool:
-    """Is there a tensor of a forbidden dtype, in lists too? Scalars and empty tensors do not count."""
+    """Is there a tensor of a forbidden dtype, in lists and dicts too? Scalars and empty tensors do not count."""
     for value in values:
         if isinstance(value, Tensor):
             if value.dtype in forbidden and value.dim() and value.numel():
                 return True
-        elif isinstance(value, _NESTED) and holds(value, forbidden):
+        elif isinstance(value, _NESTED):
+            if holds(value, forbidden):
+                return True
+        elif isinstance(value, dict) and holds(value.values(), forbidden):
             return True
     return False
 
@@ -88,8 +91,8 @@ def sightings(
 def _flat(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, _NESTED):
-        for item in value:
+    elif isinstance(value, (*_NESTED, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _flat(item)
 
 
@@ -125,6 +128,8 @@ _FUSED_ATTENTION = tuple(f"aten._{name}" for name in (
 
 
 def _is_running_statistic(seen: Sighting) -> bool:
+    if seen.operation in ("buffer running_mean", "buffer running_var"):
+        return True
     return "batch_norm" in seen.operation and seen.slot in ("running_mean", "running_var")
 
 

@@ -1,42 +1,54 @@
 """The audit: a proof, by watching every operation, that training made no tensor of a forbidden dtype.
 
-    with lowp.audit(forbid=(torch.float32, torch.float64)):
+    with lowp.audit(forbid=(torch.float32, torch.float64)) as report:
         train()
+    assert report.clean   # nothing was found, and nothing ran that the audit cannot see
 
 Every operation that torch dispatches, in forward, backward, hooks and the optimizer, is looked at after it ran: its arguments
-and its results. Not counted are scalars (0-dim tensors), integers, and tensors without memory (empty ones, the meta device).
+and its results, and what runs inside of it where that is made of operations (bodies.py). After each call of a model, after each
+optimizer step and at the end it also looks at what they hold: parameters, gradients, buffers, states (holdings.py). Not counted
+are scalars (0-dim tensors), integers, and tensors without memory (empty ones, the meta device). A complex tensor is of its
+real dtype: forbidding float32 forbids complex64.
 
-What is seen is what is dispatched, and therefore:
+What is seen is what is dispatched or held, and therefore:
 
 - A kernel's registers, and the scratch memory that a torch kernel takes and frees inside one operation, are not tensors. lowp's
-  own optimizers keep their FP32 in registers where they run precompiled; where nothing can be compiled they run as plain
-  operations, and are seen.
+  own kernels (C++, Triton, inductor's) keep their FP32 in registers. Where nothing can be compiled, plain operations run, and
+  are seen.
+- The inside of a C++ operator that is not torch's own cannot be seen: an entry of `report.unseen`, unless its name is allowed.
 - `torch.compile` would hide what it fuses. While the audit lasts, compiled functions run eagerly (stance "force_eager"), in all
   threads. A backward pass whose forward ran compiled *before* the audit began cannot be undone: it is noticed if it dispatches
   anything at all, and is then an error, or an entry of `report.unseen`. Begin the audit before the forward pass.
 - A dispatch mode belongs to its thread. Autograd carries it into its device threads, and the wire into the thread on which it
-  carries gradients. Any other thread must take it along itself, as lowp/wire/courier.py does.
-- A tensor from outside (`torch.from_numpy`, a file) is seen when an operation first touches it.
+  carries gradients. Any other thread must take it along itself, as lowp/wire/courier.py does. One that begins during the audit,
+  and uses torch without, is an entry of `report.unseen` (threads.py). Threads that ran before, and other processes, are not
+  part of the proof; nor is a CUDA graph that was captured before.
+- A tensor from outside (`torch.from_numpy`, a file) is seen when an operation first touches it, or where it is held.
 """
 
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp.health.allowances import Allowance, Sighting, holds, memory_of, parse_allowances, sightings
+from lowp.health.bodies import Bodies
 from lowp.health.columns import aligned
+from lowp.health.holdings import Holding, of_module, of_optimizer
 from lowp.health.places import Place, Places
+from lowp.health.threads import noticed
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _NOWHERE = "outside any module"
 _NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_PAIRS = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
 class ForbiddenTensor(RuntimeError):
@@ -99,6 +111,15 @@ class Report:
         """Was nothing found, and nothing unseen?"""
         return not self._findings and not self.unseen
 
+    @property
+    def verdict(self) -> str:
+        """One line: the heaviest finding, or what was not seen, or that all is well."""
+        if findings := self.findings:
+            first = findings[0]
+            more = f" (and {len(findings) - 1} findings more)" if len(findings) > 1 else ""
+            return f"{first.operation}: a {_names((first.dtype,))} tensor, {_in(first.place)}, at {first.line}{more}"
+        return f"cannot see {self.unseen[0]}" if self.unseen else "nothing found"
+
     def __str__(self) -> str:
         findings = self.findings
         lines = [f"audit of {self.operations:,} operations; forbidden are {_names(self.forbidden)}"]
@@ -120,6 +141,11 @@ class Report:
         with self._lock:
             tensors, before = self.allowed[name]
             self.allowed[name] = tensors + 1, before + bytes
+
+    def _miss(self, what: str) -> None:
+        with self._lock:
+            if what not in self.unseen:
+                self.unseen.append(what)
 
     def _find(self, left: list[Sighting], first: Sighting, place: Place) -> None:
         with self._lock:
@@ -145,6 +171,11 @@ def _where(place: Place) -> str:
     steps = ", ".join(filter(None, (place.phase if place.phase == "backward" else "", place.node)))
     where = place.module or ("lowp.wire" if "wire" in place.lowp_parts else _NOWHERE)
     return where + (f" ({steps})" if steps else "")
+
+
+def _in(place: Place) -> str:
+    where = _where(place)
+    return where if where.startswith(_NOWHERE) else f"in {where}"
 
 
 def audit(
@@ -182,9 +213,14 @@ def audit(
 @contextmanager
 def _watch(report: Report, allowances: tuple[Allowance, ...], strict: bool) -> Iterator[Report]:
     # Without the stance, torch would run compiled functions eagerly under a dispatch mode too, but for ever after (2.13).
-    with torch.compiler.set_stance("force_eager"), Places() as places, _Watcher(report, allowances, strict, places):
+    with torch.compiler.set_stance("force_eager"), Places() as places, _Watcher(report, allowances, strict, places) as watcher:
         try:
-            yield report
+            with noticed(watcher, watcher.miss_thread):
+                yield report
+            for owner in (*places.models, *places.optimizers):
+                watcher.check_holdings(owner)
+            if strict and report.unseen:  # by a thread, where nothing could be raised
+                raise RuntimeError(f"audit: cannot see {report.unseen[0]}")
         finally:
             report._open = False  # a thread may still be in the mode
 
@@ -208,13 +244,16 @@ def _parse_dtypes(forbid: Any) -> tuple[torch.dtype, ...]:
 class _Watcher(TorchDispatchMode):
     """Looks at each operation's tensors. Operations that are fine pay for the look alone: no stack is walked for them."""
 
-    supports_higher_order_operators = True  # torch.cond and flex_attention run as one operation, and are seen as one
+    supports_higher_order_operators = True
 
     def __init__(self, report: Report, allowances: tuple[Allowance, ...], strict: bool, places: Places):
         super().__init__()
         self.report, self.allowances, self.strict, self.places = report, allowances, strict, places
-        self.forbidden = frozenset(report.forbidden)
+        self.forbidden = frozenset(report.forbidden) | {_PAIRS[dtype] for dtype in report.forbidden if dtype in _PAIRS}
         self.excused_memory: dict[int, Allowance] = {}
+        self.bodies = Bodies(self._refuse_hidden_body)
+        self.known_holdings: set[tuple] = set()
+        places.at_border = self.check_holdings
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -223,8 +262,10 @@ class _Watcher(TorchDispatchMode):
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 return NotImplemented  # a wrapper: it now unfolds into operations on what it wraps, which come here
-        out = func(*args, **kwargs)
-        if self.report._open:
+        if not self.report._open:
+            return func(*args, **kwargs)
+        out, own = self.bodies.run(self, func, args, kwargs)
+        if own and self.report._open:
             self.report._count()
             if torch._C._current_graph_task_id() != -1:
                 self._refuse_compiled_backward()
@@ -238,14 +279,29 @@ class _Watcher(TorchDispatchMode):
         if not left:
             return
         first = max(left, key=lambda seen: seen.made)  # what it made says more than what it was given
-        place = find_place()
+        self._find(left, first, find_place(), "made" if first.made else "touched")
+
+    def _find(self, left: list[Sighting], first: Sighting, place: Place, verb: str) -> None:
         self.report._find(left, first, place)
         if self.strict:
-            verb = "made" if first.made else "touched"
             what = f"{_names((first.tensor.dtype,))} tensor of shape {tuple(first.tensor.shape)}"
-            where = _where(place) if _where(place).startswith(_NOWHERE) else f"in {_where(place)}"
-            message = f"audit: {first.operation} {verb} a {what}, {where}, at {place.line}"
+            message = f"audit: {first.operation} {verb} a {what}, {_in(place)}, at {place.line}"
             raise ForbiddenTensor(f"{message}; forbidden are {_names(self.report.forbidden)}", first, place)
+
+    def check_holdings(self, owner: nn.Module | Optimizer) -> None:
+        """Judge what a module or an optimizer holds, each tensor once. No operation need ever touch it."""
+        if self.report._open:
+            for held in of_optimizer(owner) if isinstance(owner, Optimizer) else of_module(owner):
+                identity = held.what, held.owner, memory_of(held.tensor), held.tensor.dtype
+                if identity not in self.known_holdings and holds((held.tensor,), self.forbidden) and not held.tensor.is_meta:
+                    self.known_holdings.add(identity)
+                    self._judge_holding(held)
+
+    def _judge_holding(self, held: Holding) -> None:
+        place = replace(self.places.find(), module=self.places.name_of(held.owner), node="")
+        seen = Sighting(held.what, "", held.tensor, False, lambda: place)
+        if not self._excuse(seen):
+            self._find([seen], seen, place, "is")
 
     def _excuse(self, seen: Sighting) -> bool:
         """Does an allowance match? What it excused when made stays excused when autograd detaches it to save it."""
@@ -263,8 +319,24 @@ class _Watcher(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if type(node).__name__ != "CompiledFunctionBackward":
             return
-        message = "a backward pass whose forward ran compiled before the audit began; begin the audit before the forward pass"
-        if message not in self.report.unseen:
-            self.report.unseen.append(message)
+        self._unseen(
+            "a backward pass whose forward ran compiled before the audit began; begin the audit before the forward pass"
+        )
+
+    def _refuse_hidden_body(self, func: Any) -> None:
+        name = str(func.overloadpacket)
+        if not self._excuse(Sighting(name, "inside", torch.empty(0), False, cache(self.places.find))):
+            self._unseen(
+                f"the inside of {name}, which is no operator of torch's and has no body in Python; "
+                f"its arguments and results were seen (to trust it: allow=['op:{name}'])"
+            )
+
+    def miss_thread(self, name: str) -> None:
+        self.report._miss(
+            f"the operations of thread {name!r}; it must take the audit's mode along, as lowp/wire/courier.py does"
+        )
+
+    def _unseen(self, what: str) -> None:
+        self.report._miss(what)
         if self.strict:
-            raise RuntimeError(f"audit: cannot see {message}")
+            raise RuntimeError(f"audit: cannot see {what}")

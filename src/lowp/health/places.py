@@ -5,11 +5,12 @@ import sys
 import sysconfig
 import threading
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -48,6 +49,9 @@ class Places:
         self.home = threading.get_ident()
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.knows_a_model = False
+        self.models: WeakSet[nn.Module] = WeakSet()  # outermost modules
+        self.optimizers: WeakSet[Optimizer] = WeakSet()
+        self.at_border: Callable[[nn.Module | Optimizer], None] = lambda owner: None
         self.stacks: dict[int, list[_Entry]] = {}
         self.owners: dict[int, tuple[list[int], list[str]]] = {}  # by thread: a node's number -> the module from there on
 
@@ -56,7 +60,7 @@ class Places:
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
             register_optimizer_step_pre_hook(self._enter_optimizer),
-            register_optimizer_step_post_hook(self._leave),
+            register_optimizer_step_post_hook(self._leave_optimizer),
         )
         return self
 
@@ -99,13 +103,19 @@ class Places:
         if module not in self.names:
             prefix = f"{type(module).__name__}." if self.knows_a_model else ""
             self.knows_a_model = True
+            self.models.add(module)
             self.names.update((child, prefix + name) for name, child in module.named_modules() if name)
             self.names[module] = type(module).__name__
         self._enter(_Entry(module, self.names[module], "forward"))
 
     def _enter_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        name = f"optimizer step ({type(optimizer).__name__})"
-        self._enter(_Entry(optimizer, name, "optimizer", frame=sys._getframe(1)))
+        self.optimizers.add(optimizer)
+        self._enter(_Entry(optimizer, self.name_of(optimizer), "optimizer", frame=sys._getframe(1)))
+
+    def name_of(self, owner: nn.Module | Optimizer) -> str:
+        if isinstance(owner, Optimizer):
+            return f"optimizer step ({type(owner).__name__})"
+        return self.names.get(owner, type(owner).__name__)
 
     def _enter(self, entry: "_Entry") -> None:
         entry.task = torch._C._current_graph_task_id()
@@ -114,8 +124,15 @@ class Places:
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._leave(module)
+        # Also called when forward has raised: then torch turns what is raised here into a warning. The next border will do.
+        if module in self.models and sys.exc_info()[0] is None:
+            self.at_border(module)
 
-    def _leave(self, owner: Any, *_: Any) -> None:
+    def _leave_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.at_border(optimizer)
+        self._leave(optimizer)
+
+    def _leave(self, owner: Any) -> None:
         stack = self.stacks.get(threading.get_ident(), [])
         if any(entry.owner is owner for entry in stack):  # not if the audit began inside it
             while stack.pop().owner is not owner:
@@ -165,8 +182,8 @@ class _Trace:
                 if part != "health":
                     self.lowp_parts.add(part)
                     self.lowp_line = self.lowp_line or _line(frame)
-            elif self.line is None and not _is_standard(path):
-                self.line = _line(frame)
+            elif self.line is None and "cli" not in self.lowp_parts and not _is_standard(path):
+                self.line = _line(frame)  # not further out than the `lowp` command: only what started it is there
             frame = frame.f_back
 
 

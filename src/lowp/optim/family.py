@@ -19,6 +19,7 @@ from lowp.optim.rules import LAMBRule
 from lowp.optim.sharding import Placement
 from lowp.tensor.carrier import F32
 from lowp.tensor.lists.function import Lists, tables_on
+from lowp.tensor.noise import Domain, stream_of
 from lowp.tensor.table import bits_of_number
 
 
@@ -68,7 +69,7 @@ class Chosen:
         self.units = self._zeros(1, count, torch.int32)
         self.bounds = family.bounds if self._places is None else family.bounds[:, self._places]
         self.numbers = self._zeros(self.layout.numbers, count, torch.int32)
-        self._fill("streams", [m.number for m in self.members])
+        self._fill("streams", [stream_of(Domain.OPTIMIZER, m.number) for m in self.members])
         self._fill("firsts", [m.placement.offset for m in self.members])
         self._fill("half_bits", [scales.half_bits_for(m.placement.elements) for m in self.members])
         work = sum(m.placement.local.numel() for m in self.members)

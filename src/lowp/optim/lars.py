@@ -1,10 +1,10 @@
 """Layer-wise adaptive rate scaling, for large batches."""
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from lowp.optim.arguments import at_least, excluded, options_of
+from lowp.optim.arguments import Options, at_least, excluded, options_of
 from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.optim.rules import LARSRule, Rule
 
@@ -22,13 +22,13 @@ class LARS(LowPrecisionOptimizer):
         exclude: which parameters take `lr` itself and do not decay: None for all of one dimension (biases, norms), a function
             of the parameter, or a list of name patterns (give `model.named_parameters()` then).
         clip: never more than `lr` (LARC).
-        update, state, state_scale, state_rounding, seed, nonfinite: see `LowPrecisionOptimizer`.
+        options: what all optimizers share: see `LowPrecisionOptimizer`.
     """
 
     def __init__(
         self,
         params: Any,
-        lr: float = 0.1,
+        lr: float | Tensor = 0.1,
         momentum: float = 0.9,
         weight_decay: float = 1e-4,
         trust: float = 0.001,
@@ -37,25 +37,19 @@ class LARS(LowPrecisionOptimizer):
         nesterov: bool = False,
         exclude: Any = None,
         clip: bool = False,
-        maximize: bool = False,
-        update: str = "stochastic",
-        state: Any = None,
-        state_scale: str | None = None,
-        state_rounding: str | None = None,
-        seed: int = 0,
-        nonfinite: str = "raise",
+        **options: Unpack[Options],
     ) -> None:
-        at_least("lr", lr)
-        at_least("momentum", momentum, 0.0, 1.0)
-        at_least("weight_decay", weight_decay)
-        at_least("trust", trust)
-        at_least("eps", eps)
         self._exclude = exclude
         defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps, "nesterov": nesterov,
             "clip": clip,
         }  # fmt: skip
-        super().__init__(params, defaults, options_of(update, state, state_scale, state_rounding, seed, nonfinite, maximize))
+        super().__init__(params, defaults, options_of(options))
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        at_least("momentum", group["momentum"], 0.0, 1.0)
+        for name in ("weight_decay", "trust", "eps"):
+            at_least(name, group[name])
 
     def rule(self, parameter: Tensor, group: dict[str, Any], name: str | None) -> Rule:
         return LARSRule(group["clip"], group["nesterov"], excluded(parameter, name, self._exclude))

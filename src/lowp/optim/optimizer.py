@@ -4,6 +4,7 @@ A step looks at all gradients before it changes anything. On a CPU a gradient th
 waits for the device: the kernels themselves leave everything as it is, and the error comes with the next step (or `check`).
 """
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowp.optim import scales
-from lowp.optim.arguments import GradientScale, check_gradient, one_of, own_name, scale_of
+from lowp.optim.arguments import GradientScale, check_gradient, check_options, own_name, scale_of, with_rate
 from lowp.optim.checkpoint import check_groups, check_states
 from lowp.optim.family import Family, Step
 from lowp.optim.gathering import Families, gather, still_holds
@@ -40,13 +41,19 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         state_rounding: "nearest" or "stochastic". None: stochastic for averages that move by less than the format resolves.
         seed: of the noise. It is keyed by (seed, step, number of the parameter, place of the element).
         nonfinite: "raise" NonFiniteGradient, with nothing changed, or "propagate" (no check).
+        maximize: the objective, instead of minimizing it.
+        foreach, fused: hints to torch's own functions, which update float32 weights with float32 states. Other steps are one
+            kernel over all parameters, whatever is asked for.
+        capturable, differentiable: refused if they are True.
+
+    `lr` may be a tensor of one element. It is read in every step, so it may be changed in place. (On CUDA the host waits.)
     """
 
     takes_gradient_scale = True
     roots: ClassVar[tuple[str, ...]] = ()  # states that are squares
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
-        one_of("nonfinite", options["nonfinite"], ("raise", "propagate"))
+        self._check_settings({**defaults, **options})
         self._families: Families | None = None
         self._pending: list[Any] = []
         self._flag: Tensor | None = None  # in pinned memory
@@ -60,10 +67,17 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # of an older version
+            group.setdefault("foreach", None)
+            group.setdefault("fused", None)
         self._families, self._pending, self._flag = None, [], None
         self._handle = register(self)
 
     # What an optimizer is made of.
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        """Raise for hyper-parameters of this optimizer that cannot be. (`lr` is looked at for all optimizers.)"""
+        raise NotImplementedError
 
     def rule(self, parameter: Tensor, group: dict[str, Any], name: str | None) -> Rule:
         raise NotImplementedError
@@ -82,12 +96,15 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             raise
         self._families = None
 
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        check_options(group, UPDATES)
+        with_rate(group)
+        self.check_settings(group)
+
     def _check_group(self, group: dict[str, Any], place: int) -> None:
-        one_of("update", group["update"], UPDATES)
+        self._check_settings(group)
         if group["nonfinite"] != self.defaults["nonfinite"]:
             raise ValueError("nonfinite= is for all groups: a step happens whole or not at all")
-        if isinstance(group["lr"], Tensor):
-            raise TypeError("lr is a float here: a step is never compiled again when it changes")
         for i, parameter in enumerate(group["params"]):
             name = self._name(group, i, place)
             if parameter.dtype not in FORMAT_OF_DTYPE:
@@ -139,6 +156,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         plain: list[tuple[dict[str, Any], list[Tensor]]] = []
         for place, members in self._gather().items():
             group = self.param_groups[place]
+            rated = with_rate(group) if members else group
             for each in members:
                 if self._is_plain(each.layout, group):
                     for member in each.members:
@@ -146,7 +164,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                             check_gradient(member.parameter)
                     plain.append((group, [m.parameter for m in each.members if m.parameter.grad is not None]))
                 else:
-                    steps += self._steps_of(each, group, gradient_scale)
+                    steps += self._steps_of(each, rated, gradient_scale)
         worst = self._measure(steps, plain)
         for group, parameters in plain:
             units = [1.0 / scale_of(gradient_scale, p) for p in parameters]
@@ -258,7 +276,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 for i, member in enumerate(each.members):
                     if member.parameter is parameter:
                         alone = Family(each.layout, [member], each.bounds[:, i : i + 1].clone())
-                        (step,) = self._steps_of(alone, self.param_groups[place], gradient_scale)
+                        (step,) = self._steps_of(alone, with_rate(self.param_groups[place]), gradient_scale)
                         return step.intended()
         raise ValueError("this parameter is not one of the optimizer's")
 
@@ -295,9 +313,21 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. What does not fit is refused by name, and nothing is changed."""
         groups = [
-            {**ours, **{key: value for key, value in theirs.items() if key not in ("params", "param_names", "saved_states")}}
+            {
+                **ours,
+                **{
+                    key: copy.deepcopy(value)
+                    for key, value in theirs.items()
+                    if key not in ("params", "param_names", "saved_states")
+                },
+            }
             for theirs, ours in zip(check_groups(state_dict, self.param_groups), self.param_groups, strict=True)
         ]
+        for place, group in enumerate(groups):
+            try:
+                self._check_settings(group)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"group {place} of the saved state: {error}") from None
         wanted = [
             [
                 (self._name(group, i, place), p, self._layout(p, group, own_name(group, i), p.dtype))

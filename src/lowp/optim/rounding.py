@@ -5,6 +5,7 @@
     stochastic  weight = round(exact), up or down at random        so that the mean is exact: small updates survive on average
     kahan       weight = round(exact + lost), lost = what rounding took away    kept in a second number of 16 bits
 
+What is infinite to nearest is infinite in all three ways, and nothing else is: noise alone makes no weight infinite.
 Decay is part of the update, so it is not lost either. What Kahan's compensation `lost` has to hold is at most half a unit in
 the last place of the weight: it is stored multiplied by 2^(mantissa bits + 1), which brings it to the weight's own range, so
 that FP16 can hold it.
@@ -23,10 +24,10 @@ from torch import Tensor
 from lowp.formats.base import Format
 from lowp.formats.floats import FP32
 from lowp.formats.posit import PositFormat
-from lowp.tensor.carrier import DTYPE_OF_FORMAT, FORMAT_OF_DTYPE, exponent_below
+from lowp.tensor.carrier import DTYPE_OF_FORMAT, F32, FORMAT_OF_DTYPE, exponent_below
 from lowp.tensor.core import Decode, Encode, code_dtype, decode_operation, encode_operation
 from lowp.tensor.memory import storage_of
-from lowp.tensor.table import Table
+from lowp.tensor.table import Table, bits_of_number
 
 UPDATES = ("stochastic", "kahan", "nearest")
 
@@ -63,6 +64,20 @@ def stochastic_half(numbers: Tensor, noise: Tensor, positive: bool) -> Tensor:
     return stored_of(cut.view(torch.float32), torch.float16)
 
 
+def held_finite(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 numbers, those just above the dtype's largest number brought down to it.
+
+    To nearest they become that number, and only half a unit above it infinity. Noise would make some of them infinite: a weight
+    that has lost nothing but luck.
+    """
+    largest = bits_of_number(torch.finfo(dtype).max, F32)
+    half_a_unit = 1 << (F32.fraction_bits - FORMAT_OF_DTYPE[dtype].mantissa_bits - 1)
+    bits = numbers.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    held = torch.where(magnitude < largest + half_a_unit, magnitude.clamp(max=largest), magnitude)
+    return (held | (bits & ~0x7FFFFFFF)).view(torch.float32)
+
+
 def scale_of_compensation(dtype: torch.dtype) -> float:
     return 2.0 ** (FORMAT_OF_DTYPE[dtype].mantissa_bits + 1)
 
@@ -90,7 +105,7 @@ class Update:
         """The stored weight and, for Kahan, the stored compensation. `lost` is the stored one before."""
         if self.stochastic:
             assert noise is not None
-            exact = weight + update
+            exact = held_finite(weight + update, self.dtype)
             if self.dtype == torch.float16:
                 return (stochastic_half(exact, noise, positive=False),)
             return (self._encode.codes(exact.view(torch.int32), noise, ()),)

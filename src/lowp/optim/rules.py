@@ -112,7 +112,7 @@ def _adam_step(w: Tensor, g: Tensor, states: list[Tensor], s: Tensor) -> Directi
 
 @dataclass(frozen=True)
 class LARSRule:
-    """`lr_l = lr trust |w| / (|g| + wd |w|); v = momentum v + lr_l (g + wd w); w -= v` (PAPERS.md, section 3).
+    """`lr_l = lr trust |w| / (|g| + wd |w|); v = momentum v + lr_l (g + wd w); w -= v` (docs/PAPERS.md, section 3).
 
     With `clip` (LARC), lr_l is at most lr. Tensors that are `excluded` from it (biases, norms) take lr itself and do not decay.
     """

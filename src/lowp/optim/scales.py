@@ -23,7 +23,7 @@ from lowp.optim.rules import Average, LAMBRule
 from lowp.tensor.carrier import exponent_above
 from lowp.tensor.lists.function import ListFunction
 from lowp.tensor.lists.trace import Element
-from lowp.tensor.noise import key_columns, words_of
+from lowp.tensor.noise import Domain, key_columns, words_of
 
 FRACTION = 16  # bits of a logarithm after the point
 UNKNOWN = -200 << FRACTION  # the bound of a state that is zero
@@ -139,7 +139,7 @@ def _opened(
 ) -> dict[int, Tensor]:
     layout, number = columns.layout, columns.number
     words = [call[i].to(torch.int64) for i in range(8)]
-    keys = key_columns(words[:4], words[4:], have["streams"], have["firsts"])
+    keys = key_columns(Domain.OPTIMIZER, words[:4], words[4:], have["streams"], have["firsts"])
     found = {number(i): key for i, key in enumerate(keys)}
     found[number(UNIT)] = have["units"]
     for bound, top, state in zip(bounds, tops, layout.scaled, strict=True):

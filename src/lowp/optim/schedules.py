@@ -37,12 +37,22 @@ def poly(optimizer: Optimizer, steps: int, power: float = 2.0, warmup: int = 0, 
     return _warm_up(optimizer, warmup, start, after)
 
 
-def piecewise_linear(optimizer: Optimizer, steps: Sequence[float], factors: Sequence[float]) -> LambdaLR:
-    """Straight lines between points: `piecewise_linear(optimizer, [0, 5 * n, 24 * n], [0, 1, 0])` is DavidNet's."""
+def piecewise_linear(
+    optimizer: Optimizer, steps: Sequence[float], factors: Sequence[float], warmup: float = 0, start: float = 0.0
+) -> LambdaLR:
+    """Straight lines between points: `piecewise_linear(optimizer, [0, 5 * n, 24 * n], [0, 1, 0])` is DavidNet's.
+
+    A warm-up is one more line, from `start` at step 0 to 1 at step `warmup`, that multiplies them. Where the points rise from 0
+    as well, the learning rate grows quadratically.
+    """
     if len(steps) != len(factors) or not steps or list(steps) != sorted(set(steps)):
         raise ValueError(f"points need ascending steps and as many factors, not {list(steps)} and {list(factors)}")
 
     def factor(step: int) -> float:
+        growth = start + (1 - start) * step / warmup if step < warmup else 1.0
+        return growth * line(step)
+
+    def line(step: int) -> float:
         after = bisect_right(steps, step)
         if after == 0:
             return factors[0]

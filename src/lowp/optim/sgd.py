@@ -1,11 +1,11 @@
 """Stochastic gradient descent with momentum."""
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from lowp.optim.arguments import at_least, options_of
+from lowp.optim.arguments import LARGEST, Options, at_least, options_of
 from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.optim.rules import Rule, SGDRule
 
@@ -16,37 +16,31 @@ class SGD(LowPrecisionOptimizer):
     With float32 weights, `update="nearest"` and `state="fp32"` (or None) it is torch's own, bit for bit.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as for `torch.optim.SGD`. Decay is added to the
-            gradient.
-        update, state, state_scale, state_rounding, seed, nonfinite: see `LowPrecisionOptimizer`.
+        params, lr, momentum, dampening, weight_decay, nesterov: as for `torch.optim.SGD`. Decay is added to the gradient.
+        options: what all optimizers share: see `LowPrecisionOptimizer`.
     """
 
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        update: str = "stochastic",
-        state: Any = None,
-        state_scale: str | None = None,
-        state_rounding: str | None = None,
-        seed: int = 0,
-        nonfinite: str = "raise",
+        **options: Unpack[Options],
     ) -> None:
-        at_least("lr", lr)
-        at_least("momentum", momentum, 0.0, 1.0)
-        at_least("weight_decay", weight_decay)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
         }  # fmt: skip
-        super().__init__(params, defaults, options_of(update, state, state_scale, state_rounding, seed, nonfinite, maximize))
+        super().__init__(params, defaults, options_of(options))
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        at_least("momentum", group["momentum"], 0.0, 1.0)
+        at_least("dampening", group["dampening"], -LARGEST)
+        at_least("weight_decay", group["weight_decay"])
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
     def rule(self, parameter: Tensor, group: dict[str, Any], name: str | None) -> Rule:
         return SGDRule(group["momentum"] != 0, group["nesterov"], group["weight_decay"] != 0)
@@ -62,7 +56,7 @@ class SGD(LowPrecisionOptimizer):
         sgd(
             members, gradients, buffers, weight_decay=group["weight_decay"], momentum=group["momentum"], lr=group["lr"],
             dampening=group["dampening"], nesterov=group["nesterov"], maximize=group["maximize"], has_sparse_grad=False,
-            foreach=None, fused=None,
+            foreach=group["foreach"], fused=group["fused"],
         )  # fmt: skip
         for state, buffer in zip(states, buffers, strict=False):
             if buffer is not None and buffer is not state["momentum_buffer"]:

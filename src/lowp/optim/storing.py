@@ -11,6 +11,7 @@ from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.optim import kernels, scales
+from lowp.optim.arguments import with_rate
 from lowp.optim.family import Member, in_shape_of
 from lowp.optim.kernels import Layout
 from lowp.optim.rounding import Stored, Update
@@ -35,7 +36,7 @@ def layout_for(parameter: Tensor, group: dict[str, Any], rule: Rule, roots: tupl
         if unknown:
             raise ValueError(f"state= names {', '.join(sorted(unknown))}; this optimizer has {', '.join(rule.states)}")
     wishes = [asked.get(name) if isinstance(asked, Mapping) else asked for name in rule.states]
-    averages = rule.averages(group)
+    averages = rule.averages(with_rate(group))
     states = (
         _stored(parameter, group, wish, name, name in roots, average)
         for wish, name, average in zip(wishes, rule.states, averages, strict=True)

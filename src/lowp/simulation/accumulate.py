@@ -22,17 +22,17 @@ from torch.overrides import TorchFunctionMode
 from lowp.simulation.attention import multi_head_attention, scaled_dot_product_attention
 from lowp.simulation.recurrent import gru, gru_cell, lstm, lstm_cell, rnn_relu, rnn_relu_cell, rnn_tanh, rnn_tanh_cell
 from lowp.tensor.matmul import Arithmetic, conv2d, linear, matmul
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 
 
 class NarrowSums(TorchFunctionMode):
-    """For one forward pass of a layer. `seed`, `step` and `stream` key stochastic rounding; each product has its own."""
+    """For one forward pass of a layer. Its `number`, `seed` and `step` key stochastic rounding; each product has its own."""
 
-    def __init__(self, arithmetic: Arithmetic, layer: str, seed: int, step: "int | Tensor", stream: int) -> None:
+    def __init__(self, arithmetic: Arithmetic, layer: str, number: int, seed: int, step: "int | Tensor") -> None:
         super().__init__()
         self._options = arithmetic.options
         self._layer = layer
-        self._key = seed, step, stream
+        self._number, self._seed, self._step = number, seed, step
         self._calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -52,8 +52,7 @@ class NarrowSums(TorchFunctionMode):
 
     def _arguments(self) -> dict[str, Any]:
         """For the next product."""
-        seed, step, stream = self._key
-        noise = Noise(seed, step, stream + self._calls)
+        noise = Noise.of(Domain.SIMULATED_SUMS, self._seed, self._step, self._number, self._calls)
         self._calls += 1
         return {**self._options, "seed": noise}
 

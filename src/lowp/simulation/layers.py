@@ -30,7 +30,7 @@ from lowp.simulation.accumulate import NarrowSums
 from lowp.simulation.rounding import UNKNOWN, Target, passed
 from lowp.simulation.scales import NONE, Scale, known_shift
 from lowp.tensor.matmul import Arithmetic
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 
 if TYPE_CHECKING:
     from lowp.simulation.simulation import Simulation
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 ROLES = ("weights", "activations", "errors", "gradients")
 SUMS = "accumulate"
 OFF = "fp32"  # how a role that is left alone is written
-_STREAMS = 256  # tensors of one role in one layer that have noise of their own
-_STREAMS_OF_SUMS = 1 << 48  # where their noise begins, far from that of tensors
 _OUTPUTS = 8  # tensors of one output whose ranges are remembered one by one; those behind them share the last one's
 
 FormatName = str | AnyFormat | None
@@ -136,8 +134,7 @@ class Layer:
         if self.arithmetic is None:
             return forward(*args, **kwargs)
         simulation = self.simulation
-        stream = _STREAMS_OF_SUMS + (self.number << 24)
-        with NarrowSums(self.arithmetic, self.name, simulation.seed, simulation.moment, stream):
+        with NarrowSums(self.arithmetic, self.name, self.number, simulation.seed, simulation.moment):
             return forward(*args, **kwargs)
 
     def output(self, value: Any) -> Any:
@@ -166,8 +163,7 @@ class Layer:
         simulation = self.simulation
         noise = overflows = seen = bounds = None
         if simulation.roundings[role] == "stochastic":
-            stream = (self.number * len(ROLES) + ROLES.index(role)) * _STREAMS + place
-            noise = Noise(simulation.seed, simulation.moment, stream)
+            noise = Noise.of(Domain.SIMULATION, simulation.seed, simulation.moment, self.number, ROLES.index(role), place)
         if self.overflows[role].device != tensor.device:
             self.move_to(tensor.device)
         if simulation.count_overflow and plan.can_overflow:

@@ -23,7 +23,7 @@ from torch import Tensor
 from lowp.formats import AnyFormat, BlockFormat, Format
 from lowp.formats import format as parse_format
 from lowp.simulation.layers import checked_format
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 from lowp.tensor.ops import quantize
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -54,7 +54,7 @@ class MasterWeights:
             raise TypeError(f"MasterWeights takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         if rounding not in ROUNDINGS:
             raise ValueError(f"updates are rounded to 'nearest' or 'stochastic', not {rounding!r}")
-        Noise(seed)  # refuses what is no seed
+        Noise.of(Domain.MASTER, seed, 0, 0)  # refuses what is no seed
         self.format, self.rounding, self.seed, self.step = checked_master(format), rounding, seed, 0
         self._optimizer = optimizer
         for _, parameter in self._parameters():  # all are looked at before any is changed
@@ -75,7 +75,7 @@ class MasterWeights:
     def _round(self, rounding: str) -> None:
         for number, parameter in self._parameters():
             _check_holds(parameter, self.format)
-            noise = Noise(self.seed, self.step, number) if rounding == "stochastic" else None
+            noise = Noise.of(Domain.MASTER, self.seed, self.step, number) if rounding == "stochastic" else None
             weight = parameter.detach()
             quantize(weight, self.format, rounding, seed=noise, out=weight)
 

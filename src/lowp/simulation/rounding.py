@@ -21,8 +21,8 @@ from lowp.simulation.scales import aps_shift, carrier_of, fitting_shift, largest
 from lowp.tensor import node
 from lowp.tensor.carrier import CARRIERS, last_step
 from lowp.tensor.core import quantize_operation
-from lowp.tensor.dynamo import in_graph, is_exporting, teach_dynamo
-from lowp.tensor.noise import KEY_SIZE, Noise, key_tensor
+from lowp.tensor.dynamo import in_graph, is_exporting, let_dynamo_fall_back, teach_dynamo
+from lowp.tensor.noise import KEY_SIZE, Domain, Noise, key_tensor
 from lowp.tensor.ops import quantize
 
 UNKNOWN = "the scale"  # followed by "of the weights of layer 'fc'"
@@ -62,11 +62,13 @@ class Target:
             if self.bounds is not None:
                 bound = self.bounds[self.place]
                 maximum = torch.where(bound > 0, bound.to(maximum.dtype), maximum)
-        key = () if self.noise is None else (self.noise.seed, self.noise.step, self.noise.stream)
+        key = () if self.noise is None else (int(self.noise.domain), self.noise.seed, self.noise.step, self.noise.stream)
         counts = self.overflows is not None
         # An exported program has to do without lowp's operators.
         as_node = torch.compiler.is_dynamo_compiling() and not is_exporting()
         rounded, left = _round(x, maximum, self.format, self.rounding, self.scale, self.saturates, counts, as_node, *key)
+        if as_node:
+            let_dynamo_fall_back()
         if self.overflows is not None:
             self.overflows.add_(left)
         return rounded
@@ -108,7 +110,7 @@ def _round(
     *key: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`x` rounded to the format's grid where its scale puts it, and how many finite numbers left the range if that `counts`."""
-    fmt, noise = parse_format(format), Noise(*key) if key else None
+    fmt, noise = parse_format(format), Noise(*key[1:], domain=Domain(key[0])) if key else None
     if scale == "none":
         rounded = _round_as_it_is(x, fmt, rounding, noise, as_node)
         return rounded, _overflows(x.detach(), rounded, fmt, saturates) if counts else None
@@ -153,16 +155,16 @@ def _round_as_it_is(x: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | Non
         return quantize(x, fmt, rounding, seed=noise)
     operation = quantize_operation(fmt, x.dtype, rounding, False, x.dtype)
     tables = tuple(table.tensor(x.device) for table in operation.tables)
-    key = _key_at(noise.step, noise.seed, noise.stream, x.device)  # type: ignore[arg-type]  # the seed is an integer
+    key = _key_at(int(noise.domain), noise.step, noise.seed, noise.stream, x.device)  # type: ignore[arg-type]  # the seed is an integer
     return operation(x.detach().view(CARRIERS[x.dtype].storage), tables, key).view(x.dtype)
 
 
 @torch.library.custom_op("lowp::noise_key_at", mutates_args=())
-def _key_at(step: Tensor, seed: int, stream: int, device: torch.device) -> Tensor:
+def _key_at(domain: int, step: Tensor, seed: int, stream: int, device: torch.device) -> Tensor:
     """The key for a step that is a tensor, on the host: reading it there waits for nobody."""
-    return key_tensor(Noise(seed, int(step), stream), 0, device)
+    return key_tensor(Noise(seed, int(step), stream, domain=Domain(domain)), 0, device)
 
 
 @_key_at.register_fake
-def _(step: Tensor, seed: int, stream: int, device: torch.device) -> Tensor:
+def _(domain: int, step: Tensor, seed: int, stream: int, device: torch.device) -> Tensor:
     return torch.empty(KEY_SIZE, dtype=torch.int32, device=device)

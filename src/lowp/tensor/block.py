@@ -1,20 +1,26 @@
 """Block formats: elements in units of a scale that their block shares.
 
 1. The scale of a block comes from its largest finite magnitude (BlockFormat says how).
-2. Elements are divided by it, clamped to the element format's range, and rounded to that format. Infinities and NaN follow
-   the element format: they are kept where it has them.
+2. Elements are divided by it, clamped to the element format's range, and rounded to that format.
 3. Values are elements times scale.
 
-All of this is done in float64, where scaling by any of these scales is exact or, for scales with a mantissa, correctly
-rounded to far more bits than an element has; no chip differs there.
+What is not finite stays visible. An infinity stays one where elements have infinities, else it is NaN. NaN is the element's
+NaN where elements have one; else the scale's, and then the whole block is NaN; where neither has one, `quantize` returns NaN
+for that number alone, and `encode` refuses it or does what `nan=` says (its docstring has the table).
+
+All of this is done in integers, on the bits of float64 (exact.py). Power-of-two scales are added to exponents. Other quotients
+are cut off, and a last bit says so: rounded to an element, or to a scale, they give what the exact quotient gives.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp.formats import BlockFormat, Format
+from lowp.formats.block import TENSOR_SCALE_BITS, significant_bits
 from lowp.formats.floats import FP32
 from lowp.tensor.carrier import CARRIERS, F64, exponent_below
 from lowp.tensor.core import (
@@ -25,126 +31,297 @@ from lowp.tensor.core import (
     encode_operation,
     quantize_operation,
 )
+from lowp.tensor.exact import FRACTION, LEADING, ONE, divide, multiply, multiply_any, widen
 from lowp.tensor.inline import apply_inline as _apply
+from lowp.tensor.interchange import PAIRS, as_codes
 from lowp.tensor.noise import Noise
 from lowp.tensor.packing import pack as pack_codes
 from lowp.tensor.packing import unpack
+from lowp.tensor.table import bits_of_number
+
+_PIECE = (1 << 15) + 32  # elements for each thread; with 32768 or fewer torch does not use a second one
 
 
 class BlockCodes(NamedTuple):
-    """What a block format's `encode` returns: codes of the elements and of the scales, one for each block of each row."""
+    """What a block format's `encode` returns: codes of the elements and of the scales, one for each block of each row.
+
+    The bytes are those of torch's dtypes: `elements.view(torch.float8_e4m3fn)`, packed e2m1fn as `torch.float4_e2m1fn_x2`,
+    `scales.view(torch.float8_e8m0fnu)`. `decode` takes either. `lowp.to_128x4(scales)` has the order that cuBLAS reads.
+    """
 
     elements: Tensor
     scales: Tensor
     tensor_scale: Tensor | None = None  # one float32, for formats that have a scale for the whole tensor
 
 
-def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool = False) -> Tensor:
-    """Round to the format, in x's dtype."""
-    numbers = _to_float64(x)
-    unit = _unit(*_scales(numbers, fmt), numbers.shape[-1], fmt)
+@dataclass(frozen=True)
+class _Cut:
+    """How a tensor is cut into blocks along one of its dimensions."""
+
+    shape: tuple[int, ...]
+    axis: int  # from 0
+    size: int
+
+    @staticmethod
+    def of(shape: tuple[int, ...], axis: int, size: int) -> "_Cut":
+        shape = tuple(shape) or (1,)
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(f"there is no axis {axis} in a tensor of shape {shape}")
+        return _Cut(shape, axis % len(shape), size)
+
+    @property
+    def count(self) -> int:
+        """Blocks along the axis."""
+        return -(-self.shape[self.axis] // self.size)
+
+    @property
+    def even(self) -> bool:
+        return self.shape[self.axis] % self.size == 0
+
+    def maxima(self, x: Tensor) -> Tensor:
+        """The largest of each block, of integers that are not negative."""
+        missing = self.count * self.size - self.shape[self.axis]
+        filled = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - self.axis) + (0, missing)) if not self.even else x
+        return filled.unflatten(self.axis, (self.count, self.size)).amax(self.axis + 1)
+
+    def split(self, x: Tensor) -> Tensor:
+        """So that what `spread` returns can be applied to it."""
+        return x.unflatten(self.axis, (self.count, self.size)) if self.even else x
+
+    def spread(self, of_blocks: Tensor) -> Tensor:
+        """One number of each block for each of its elements.
+
+        Where the last block is shorter, they are looked up by block number: written as a view (expand, flatten, crop),
+        inductor's loop splitting on CPU (torch 2.13) loses that block.
+        """
+        if self.even:
+            return of_blocks.unsqueeze(self.axis + 1)
+        numbers = torch.arange(self.shape[self.axis], device=of_blocks.device) // self.size
+        return of_blocks[(slice(None),) * self.axis + (numbers,)]
+
+
+def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool, axis: int, cuts: bool) -> Tensor:
+    """Round to the format, in x's dtype. `cuts`: see `_pieces`."""
     operation = quantize_operation(fmt.element, torch.float64, rounding, saturate, torch.float64)
-    elements = _apply(operation, _in_units(numbers, unit, fmt), noise).view(torch.float64)
-    return _from_float64(elements * unit, x.dtype).reshape(x.shape)
+    tensor_scale = _tensor_scale(x, fmt)
+
+    def rounded(piece: Tensor, noise: Noise | None) -> tuple[Tensor]:
+        cut = _Cut.of(piece.shape, axis, fmt.size)
+        scales, poisoned = _scales(piece, tensor_scale, fmt, cut, saturate)
+        unit = _unit(scales, tensor_scale, fmt)
+        elements = _apply(operation, _in_units(cut.split(widen(piece)), cut.spread(unit), fmt, saturate), noise)
+        values = _times(elements, cut.spread(unit), fmt)
+        if poisoned is not None:
+            values = torch.where(cut.spread(poisoned), torch.full_like(values, F64.nan), values)
+        return (_narrow(values, x.dtype).reshape(piece.shape),)
+
+    return _in_pieces(rounded, (x.reshape(x.shape or (1,)),), noise, fmt, axis, cuts)[0].reshape(x.shape)
 
 
 def encode(
-    x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, nan: str, packed: bool, saturate: bool = False
+    x: Tensor,
+    fmt: BlockFormat,
+    rounding: str,
+    noise: Noise | None,
+    nan: str,
+    packed: bool,
+    saturate: bool,
+    axis: int,
+    cuts: bool,
 ) -> BlockCodes:
-    """Codes of elements (of x's shape, or packed) and of scales (one a block)."""
-    numbers = _to_float64(x)
-    scales, tensor_scale = _scales(numbers, fmt)
-    unit = _unit(scales, tensor_scale, numbers.shape[-1], fmt)
+    """Codes of elements (of x's shape, or packed along the axis) and of scales (one a block)."""
     operation = encode_operation(fmt.element, torch.float64, rounding, saturate, "zero" if nan == "raise" else nan)
-    elements = _apply(operation, _in_units(numbers, unit, fmt), noise).view(code_dtype(fmt.element)).reshape(x.shape)
+    tensor_scale = _tensor_scale(x, fmt)
+
+    def codes(piece: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        cut = _Cut.of(piece.shape, axis, fmt.size)
+        scales, poisoned = _scales(piece, tensor_scale, fmt, cut, saturate)
+        unit = cut.spread(_unit(scales, tensor_scale, fmt))
+        elements = _apply(operation, _in_units(cut.split(widen(piece)), unit, fmt, saturate), noise)
+        if poisoned is not None and nan == "raise":
+            scales = torch.where(poisoned, torch.full_like(scales, F64.nan), scales)
+        return elements.view(code_dtype(fmt.element)).reshape(piece.shape), _scale_codes(scales, fmt).view(
+            code_dtype(fmt.scale)
+        )
+
+    elements, scales = _in_pieces(codes, (x.reshape(x.shape or (1,)),), noise, fmt, axis, cuts)
+    elements = elements.reshape(x.shape)
     if packed and fmt.element.bits < 8:
-        elements = pack_codes(elements, fmt.element)
-    to_code = encode_operation(fmt.scale, torch.float64, "nearest", True, "zero")
-    return BlockCodes(elements, _apply(to_code, scales.view(torch.int64), None).view(code_dtype(fmt.scale)), tensor_scale)
+        elements = pack_codes(elements.movedim(axis, -1), fmt.element).movedim(-1, axis)
+    return BlockCodes(elements, scales, None if tensor_scale is None else _narrow(tensor_scale, torch.float32))
 
 
-def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | None) -> Tensor:
+def _in_pieces(
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: tuple[Tensor, ...],
+    noise: Noise | None,
+    fmt: BlockFormat,
+    axis: int,
+    cuts: bool,
+) -> tuple[Tensor, ...]:
+    """`function(*tensors, noise)`, whole or, where it `cuts`, in pieces along the first dimension that stay in the cache.
+
+    A hundred operations on a tensor in memory take up to three times as long as on one in the processor's cache. The first of
+    the tensors has elements, others have blocks.
+    """
+    x = tensors[0]
+    unit = fmt.size if axis % x.dim() == 0 else 1  # rows that must not be parted
+    rows = max(_PIECE * torch.get_num_threads() * x.shape[0] // max(x.numel(), 1) // unit, 1) * unit
+    if not cuts or x.device.type != "cpu" or rows >= x.shape[0]:
+        return function(*tensors, noise)
+    row = x.numel() // x.shape[0]
+    results = []
+    for first in range(0, x.shape[0], rows):
+        draws = None if noise is None else replace(noise, offset=noise.offset + first * row)
+        others = (tensor[first // unit : (first + rows) // unit] for tensor in tensors[1:])
+        results.append(function(x[first : first + rows], *others, draws))
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | None, axis: int, cuts: bool) -> Tensor:
     """The values, in `dtype`."""
     if not isinstance(codes, tuple) or len(codes) != 3:
         raise TypeError(f"codes of {fmt} are lowp.BlockCodes(elements, scales, tensor_scale), not {type(codes).__name__}")
     codes = BlockCodes(*codes)
-    elements = codes.elements if size is None else unpack(codes.elements, fmt.element, size)
-    if elements.dtype != code_dtype(fmt.element) or codes.scales.dtype != code_dtype(fmt.scale):
+    elements, scales = as_codes(codes.elements, fmt.element), as_codes(codes.scales, fmt.scale)
+    if elements is None or scales is None:
         raise TypeError(f"codes of {fmt} are {code_dtype(fmt.element)} elements and {code_dtype(fmt.scale)} scales")
+    if codes.elements.dtype in PAIRS and size is None:
+        size = 2 * elements.shape[axis]
+    if size is not None:
+        elements = unpack(elements.movedim(axis, -1), fmt.element, size).movedim(-1, axis)
     if (codes.tensor_scale is None) == fmt.tensor_scale:
         raise ValueError(f"{fmt} {'needs a' if fmt.tensor_scale else 'has no'} tensor_scale")
-    rows = elements.reshape(1) if elements.dim() == 0 else elements
-    expected = (*rows.shape[:-1], -(-rows.shape[-1] // fmt.size))
-    if codes.scales.shape != expected:
-        raise ValueError(f"{fmt} needs scales of shape {tuple(expected)} for these elements, not {tuple(codes.scales.shape)}")
-    values = _decoded(rows, fmt.element)
-    unit = _unit(_decoded(codes.scales, fmt.scale), codes.tensor_scale, rows.shape[-1], fmt)
-    return _from_float64(values * unit, dtype).reshape(elements.shape)
+    if codes.tensor_scale is not None and (codes.tensor_scale.dtype != torch.float32 or codes.tensor_scale.numel() != 1):
+        raise ValueError(f"the tensor_scale of {fmt} is one float32 number")
+    cut = _Cut.of(elements.shape, axis, fmt.size)
+    expected = (*cut.shape[: cut.axis], cut.count, *cut.shape[cut.axis + 1 :])
+    if scales.shape != expected:
+        raise ValueError(f"{fmt} needs scales of shape {tuple(expected)} for these elements, not {tuple(scales.shape)}")
+    whole = None if codes.tensor_scale is None else widen(codes.tensor_scale.reshape(()))
+
+    def values(elements: Tensor, scales: Tensor, noise: None) -> tuple[Tensor]:
+        cut = _Cut.of(elements.shape, axis, fmt.size)
+        unit = _decoded(scales, fmt.scale)
+        if whole is not None:
+            unit = multiply_any(unit, whole, significant_bits(fmt.scale), TENSOR_SCALE_BITS)
+        numbers = cut.split(_decoded(elements, fmt.element))
+        numbers = multiply_any(numbers, cut.spread(unit), significant_bits(fmt.element), _unit_width(fmt))
+        return (_narrow(numbers, dtype).reshape(elements.shape),)
+
+    return _in_pieces(values, (elements.reshape(cut.shape), scales), None, fmt, axis, cuts)[0].reshape(elements.shape)
 
 
 def _decoded(codes: Tensor, fmt: Format) -> Tensor:
-    return _apply(decode_operation(fmt, torch.float64), codes.view(code_storage(fmt)), None).view(torch.float64)
+    return _apply(decode_operation(fmt, torch.float64), codes.contiguous().view(code_storage(fmt)), None)
 
 
-def _rounded(numbers: Tensor, fmt: Format) -> Tensor:
-    """To nearest, saturating, in float64."""
-    operation = quantize_operation(fmt, torch.float64, "nearest", True, torch.float64)
-    return _apply(operation, numbers.view(torch.int64), None).view(torch.float64)
+def _rounded(bits: Tensor, fmt: Format) -> Tensor:
+    """To nearest, saturating."""
+    return _apply(quantize_operation(fmt, torch.float64, "nearest", True, torch.float64), bits, None)
 
 
-def _to_float64(x: Tensor) -> Tensor:
-    """Exactly, float32's subnormals too where a chip is told to flush them; a single number becomes a row of one."""
-    own = CARRIERS[x.dtype]
-    return convert(own.bits(x.view(own.storage)), own, F64).view(torch.float64).reshape(x.shape or (1,))
-
-
-def _from_float64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def _narrow(bits: Tensor, dtype: torch.dtype) -> Tensor:
     target = CARRIERS[dtype]
-    return target.store(convert(numbers.view(torch.int64), F64, target)).view(dtype)
+    return target.store(convert(bits, F64, target)).view(dtype)
 
 
-def _scales(numbers: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor | None]:
-    """The scale of each block, in float64, and the tensor's own."""
-    magnitude = numbers.abs()
-    finite = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
-    filled = torch.nn.functional.pad(finite, (0, -numbers.shape[-1] % fmt.size))
-    largest = filled.unflatten(-1, (-1, fmt.size)).amax(-1)
+def _tensor_scale(x: Tensor, fmt: BlockFormat) -> Tensor | None:
+    """The scale of the whole tensor, for formats that have one."""
+    if not fmt.tensor_scale:
+        return None
+    finite = _finite_magnitudes(x)
+    whole = finite.amax() if x.numel() else finite.sum(dtype=finite.dtype)
+    width = significant_bits(fmt.element) + significant_bits(fmt.scale)
+    scale = _rounded(divide(widen(whole.view(x.dtype)), _constant(fmt.element.max * fmt.scale.max, x), width), FP32)
+    return torch.where(scale > 0, scale, _constant(1.0, x))
+
+
+def _finite_magnitudes(x: Tensor) -> Tensor:
+    """The bits of magnitudes in x's own integers; zero for what is not finite."""
+    own = CARRIERS[x.dtype]
+    magnitude = x.view(own.storage) & own.magnitude
+    return torch.where(magnitude < own.infinity, magnitude, torch.zeros_like(magnitude))
+
+
+def _scales(
+    x: Tensor, tensor_scale: Tensor | None, fmt: BlockFormat, cut: _Cut, saturate: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The scale of each block, and which blocks should have NaN for one (None: none can have)."""
+    own, poisoned = CARRIERS[x.dtype], None
+    if fmt.scale.has_nan and not fmt.element.has_nan:
+        largest = cut.maxima(x.view(own.storage) & own.magnitude)
+        poisoned = largest > own.infinity if fmt.element.has_inf or saturate else largest >= own.infinity
+    largest = widen(cut.maxima(_finite_magnitudes(x)).view(x.dtype))
     if fmt.power_of_two_scale:
-        return _power_of_two_scales(largest, fmt), None
-    tensor_scale = None
-    if fmt.tensor_scale:
-        whole = finite.amax() if numbers.numel() else finite.sum()
-        tensor_scale = _rounded(whole / (fmt.element.max * fmt.scale.max), FP32)
-        tensor_scale = torch.where(tensor_scale > 0, tensor_scale, torch.ones_like(tensor_scale))
-    unit = fmt.element.max if tensor_scale is None else tensor_scale * fmt.element.max
-    scales = _rounded(largest / unit, fmt.scale).clamp(min=fmt.scale.smallest)
-    return scales, None if tensor_scale is None else _from_float64(tensor_scale, torch.float32)
+        return _power_of_two_scales(largest, fmt), poisoned
+    unit, width = _constant(fmt.element.max, x), significant_bits(fmt.element)
+    if tensor_scale is not None:
+        unit = multiply(tensor_scale, unit, TENSOR_SCALE_BITS, width)
+        width += TENSOR_SCALE_BITS
+    scales = _rounded(divide(largest, unit, max(width, 2)), fmt.scale)
+    return scales.clamp(min=bits_of_number(fmt.scale.smallest, F64)), poisoned
+
+
+def _constant(number: float, like: Tensor) -> Tensor:
+    return torch.full((), bits_of_number(number, F64), dtype=torch.int64, device=like.device)
 
 
 def _power_of_two_scales(largest: Tensor, fmt: BlockFormat) -> Tensor:
-    """2^(exponent of the largest - exponent of the element format's maximum), from the exponent's bits."""
+    """2^(exponent of the largest - exponent of the element format's maximum), from the exponent's bits.
+
+    By the ceiling rule, one more where the largest exceeds that maximum, both seen without their exponents.
+    """
     lowest, highest = (F64.power_of_two(exponent_below(bound)) for bound in (fmt.scale.smallest, fmt.scale.max))
-    exponent = largest.view(torch.int64) & F64.infinity
-    return (exponent - (fmt.max_exponent << F64.fraction_bits)).clamp(lowest, highest).view(torch.float64)
+    exponent = (largest & F64.infinity) - (fmt.max_exponent << F64.fraction_bits)
+    if fmt.rceil:
+        beyond = (largest & FRACTION) > (bits_of_number(fmt.element.max, F64) & FRACTION)
+        exponent = exponent + (beyond.to(torch.int64) << F64.fraction_bits)
+    return exponent.clamp(lowest, highest)
 
 
-def _unit(scales: Tensor, tensor_scale: Tensor | None, count: int, fmt: BlockFormat) -> Tensor:
-    """What each of the `count` elements of a row counts in.
+def _scale_codes(scales: Tensor, fmt: BlockFormat) -> Tensor:
+    if not fmt.power_of_two_scale:
+        return _apply(encode_operation(fmt.scale, torch.float64, "nearest", True, "zero"), scales, None)
+    codes = (scales >> F64.fraction_bits) + (fmt.scale.bias - F64.bias)  # type: ignore[operator]
+    if fmt.scale.nan_code is not None:
+        codes = torch.where(scales > F64.infinity, torch.full_like(codes, fmt.scale.nan_code), codes)
+    return codes.to(code_storage(fmt.scale))
 
-    Looked up by block number: written as a view (expand, flatten, crop), inductor's loop splitting on CPU (torch 2.13) loses
-    the last block of rows whose length is no multiple of the block's.
+
+def _unit(scales: Tensor, tensor_scale: Tensor | None, fmt: BlockFormat) -> Tensor:
+    """What the elements of each block count in."""
+    return scales if tensor_scale is None else multiply(scales, tensor_scale, significant_bits(fmt.scale), TENSOR_SCALE_BITS)
+
+
+def _unit_width(fmt: BlockFormat) -> int:
+    return significant_bits(fmt.scale) + TENSOR_SCALE_BITS * fmt.tensor_scale
+
+
+def _times(elements: Tensor, unit: Tensor, fmt: BlockFormat) -> Tensor:
+    return multiply(elements, unit, significant_bits(fmt.element), _unit_width(fmt))
+
+
+def _in_units(bits: Tensor, unit: Tensor, fmt: BlockFormat, saturate: bool) -> Tensor:
+    """Elements in units of their scale; finite ones clamped to the range, so that rounding cannot lead out of it.
+
+    A quotient below float64's normal numbers becomes its smallest, not zero: rounding up must see it. An infinity that elements
+    have neither an infinity nor a NaN for is made NaN here, unless it saturates.
     """
-    unit = scales[..., torch.arange(count, device=scales.device) // fmt.size]
-    return unit if tensor_scale is None else unit * _to_float64(tensor_scale)
-
-
-def _in_units(numbers: Tensor, unit: Tensor, fmt: BlockFormat) -> Tensor:
-    """The bits of elements in units of their scale; finite ones clamped to the range, so that rounding cannot lead out of it.
-
-    A quotient that float64 has no normal number for becomes its smallest: not zero, whatever the chip does with subnormals.
-    """
-    scaled = numbers / unit
-    bits = torch.where(numbers.isinf(), scaled, scaled.clamp(fmt.element.min, fmt.element.max)).view(torch.int64)
-    smallest = 1 << F64.fraction_bits
-    lost = ((numbers.view(torch.int64) & F64.magnitude) > 0) & ((bits & F64.magnitude) < smallest)
-    return torch.where(lost, (numbers.view(torch.int64) & F64.sign) | smallest, bits)
+    lowest, highest = (bits_of_number(abs(end), F64) for end in (fmt.element.min, fmt.element.max))
+    magnitude = bits & F64.magnitude
+    limit: int | Tensor = highest
+    if lowest != highest and fmt.element.min < 0:
+        limit = torch.where(bits < 0, torch.full_like(bits, lowest), torch.full_like(bits, highest))
+    if fmt.power_of_two_scale:
+        shift = unit - ONE
+        inside = (torch.minimum(magnitude, limit + shift) - shift).clamp(min=LEADING)  # the limit first: nothing overflows
+        inside = torch.where(magnitude == 0, magnitude, inside)
+    else:
+        inside = divide(magnitude, unit, _unit_width(fmt))
+        inside = inside.clamp(max=limit) if isinstance(limit, int) else torch.minimum(inside, limit)
+    inside = inside | (bits & F64.sign)
+    if fmt.element.min >= 0:
+        inside = torch.where((bits < 0) & (magnitude > 0), torch.full_like(bits, lowest), inside)
+    lost = not (fmt.element.has_inf or fmt.element.has_nan or saturate)
+    return torch.where(magnitude >= F64.infinity, bits | F64.nan if lost else bits, inside)

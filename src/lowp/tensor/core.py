@@ -11,6 +11,7 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from lowp.tensor import posit as posits
 from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier_for, grid_fits, is_grid
 from lowp.tensor.memory import storage_of
 from lowp.tensor.noise import draw
-from lowp.tensor.table import Staircase, Table, bits_of_number, goes_up, number_of_bits, staircase
+from lowp.tensor.table import Staircase, Table, bits_of_number, gap_tables, goes_up, number_of_bits, staircase
 
 Tables = tuple[Tensor, ...]
 
@@ -81,9 +82,10 @@ def _stored_bits(value: float, carrier: Carrier) -> int:
 
 
 @lru_cache(maxsize=256)
-def _posit_gaps(fmt: PositFormat) -> Table:
-    """The posits from zero up, in float64, and infinity, which no share of the gap above the largest reaches."""
-    return Table([*(fmt.value(code) for code in range(fmt.max_code + 1)), math.inf], torch.float64)
+def _posit_gaps(fmt: PositFormat, carrier: Carrier) -> tuple[Table, ...]:
+    """Of every posit from zero up; above the largest there is nowhere to go."""
+    values = [fmt.value(code) for code in range(fmt.max_code + 1)]
+    return gap_tables([*pairwise(values), None], carrier)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +139,10 @@ class _Rounder:
         assert self.stairs is not None
         magnitude, negative = self._split(bits)
         entry = self.stairs.find(magnitude, negative, tables)
-        low, high, even = tables[4:]
         if noise is not None:
-            up = goes_up(magnitude, low[entry], high[entry], noise, self.carrier)
+            up = goes_up(magnitude, [table[entry] for table in tables[4:]], noise, self.carrier)
         elif self.mode is Rounding.TO_ODD:
-            up = (magnitude > (tables[2][entry] & self.carrier.magnitude)) & even[entry]
+            up = (magnitude > (tables[2][entry] & self.carrier.magnitude)) & tables[4][entry]
         else:
             return entry
         return entry + up.to(entry.dtype)
@@ -151,18 +152,25 @@ class _Rounder:
         magnitude, negative = self._split(bits)
         rank = posits.rank(magnitude, negative, self.posit, Rounding.TOWARD_ZERO if self.stochastic else self.mode)
         if noise is not None:
-            values = tables[-1]
-            rank = rank + goes_up(magnitude, values[rank], values[rank + 1], noise, self.carrier).to(rank.dtype)
+            gap = [table[rank] for table in tables[-len(self._gaps) :]]
+            rank = rank + goes_up(magnitude, gap, noise, self.carrier).to(rank.dtype)
         code = posits.code_of_rank(rank, negative, self.posit)
         lowest_nan = self.carrier.infinity + self.saturate  # an infinity is NaR, unless it saturates
         return torch.where((bits & self.carrier.magnitude) >= lowest_nan, torch.full_like(code, self.posit.nan_code), code)
 
+    @cached_property
+    def _gaps(self) -> tuple[Table, ...]:
+        """Where neighbours are drawn lots for that are no power of two apart."""
+        if not self.stochastic or self.grid is not None:
+            return ()
+        return _posit_gaps(self.fmt, self.carrier) if isinstance(self.fmt, PositFormat) else self.stairs.gaps  # type: ignore[union-attr]
+
     @property
     def tables(self) -> tuple[Table, ...]:
-        """None for a grid; a posit's neighbours where they are needed; a staircase."""
-        if self.stairs is not None:
-            return self.stairs.tables
-        return (_posit_gaps(self.fmt),) if isinstance(self.fmt, PositFormat) and self.stochastic else ()
+        """None for a grid; a staircase, and what the mode needs besides."""
+        if self.stairs is None:
+            return self._gaps
+        return (*self.stairs.tables, *self._gaps, *((self.stairs.even,) if self.mode is Rounding.TO_ODD else ()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +211,7 @@ class Quantize(_Rounder):
         return torch.where(nan, stored, self.in_floats(stored))
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
-        if self.float_grid is not None and stored.device.type == "cuda":
+        if self.float_grid is not None and grids.floats_pay(stored):
             return self.in_floats(stored)
         bits, noise = self._enter(stored, key)
         if self.grid is not None:

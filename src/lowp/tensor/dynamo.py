@@ -26,10 +26,22 @@ def teach_dynamo() -> bool:
     return True
 
 
+def let_dynamo_fall_back() -> bool:
+    """Called while Dynamo traces, after a call of ours has gone into its graph.
+
+    Where a compiler cannot take an operation of the model (one whose backward pass asks for a number that is not known yet),
+    Dynamo breaks the graph there; but not in a graph with functions that a user put into it, since they may be the reason.
+    Ours never are.
+    """
+    tracer = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    tracer.output.has_user_defined_allowed_in_graph = False
+    return True
+
+
 def is_exporting() -> bool:
     """`torch.compiler.is_exporting()`, asked while Dynamo traces: torch 2.11 takes any tracing for an export."""
     return torch.compiler.is_exporting()
 
 
-for _function in (teach_dynamo, is_exporting):
+for _function in (teach_dynamo, let_dynamo_fall_back, is_exporting):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what assume_constant_result sets

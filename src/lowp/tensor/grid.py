@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowp.formats.base import Rounding
 from lowp.formats.fixed import FixedFormat
-from lowp.formats.floats import FloatFormat, Specials
+from lowp.formats.floats import FloatFormat
 from lowp.tensor.carrier import F64, Carrier, grid_shape
 from lowp.tensor.rounding import away_from_zero, cut, first_above_zero
 from lowp.tensor.table import bits_of_number, number_of_bits
@@ -38,7 +38,7 @@ class Grid:
     max_code: int
     inf_code: int  # -1: none
     nan_code: int  # -1: none
-    nan_is_minus_zero: bool  # fnuz
+    nan_is_minus_zero: bool  # fnuz, inuz
     overflow_code: int  # where a result beyond the largest value goes, for modes and signs that lead away from zero
     infinity_code: int  # where an infinite input goes
     has_negative_zero: bool
@@ -112,7 +112,7 @@ def grid(fmt: GridFormat, carrier: Carrier, mode: Rounding, saturate: bool) -> G
         max_code=fmt.max_code,
         inf_code=inf_code,
         nan_code=nan_code,
-        nan_is_minus_zero=isinstance(fmt, FloatFormat) and fmt.specials is Specials.FNUZ,
+        nan_is_minus_zero=isinstance(fmt, FloatFormat) and fmt.nan_code == 1 << (fmt.bits - 1),
         overflow_code=overflow_code,
         infinity_code=special,
         has_negative_zero=fmt.has_negative_zero,
@@ -162,7 +162,7 @@ def quantize(bits: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     """
     c, mode = g.carrier, g.mode
     magnitude, negative = bits & c.magnitude, _sign_of(bits)
-    if mode is Rounding.STOCHASTIC and bits.device.type == "cuda" and g.suits_float_unit:
+    if mode is Rounding.STOCHASTIC and floats_pay(bits) and g.suits_float_unit:
         steps, field = _in_steps(magnitude, g)
         result = (_stochastic_steps(steps, noise, g) * (field - g.mantissa_bits << c.fraction_bits).view(c.dtype)).view(
             c.storage
@@ -269,7 +269,7 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
 
 def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     c = g.carrier
-    if magnitude.device.type == "cuda" and (g.ties_in_floats or (g.suits_float_unit and noise is not None)):
+    if floats_pay(magnitude) and (g.ties_in_floats or (g.suits_float_unit and noise is not None)):
         steps, field = _in_steps(magnitude, g)
         whole = torch.round(steps) if noise is None else _stochastic_steps(steps, noise, g)
         return whole.to(c.compute) + (field - g.lowest_field << g.mantissa_bits)
@@ -361,6 +361,8 @@ def decode(code: Tensor, g: Grid) -> Tensor:
         return bits
     if g.nan_is_minus_zero:
         is_nan = (code & ((1 << g.bits) - 1)) == g.nan_code
+        if g.inf_code >= 0:
+            bits = torch.where(rank == g.inf_code, _full(bits, carrier.infinity) | sign, bits)
         return torch.where(is_nan, _full(bits, carrier.nan), bits)
     if g.inf_code < 0:
         return torch.where(rank == g.nan_code, _full(bits, carrier.nan) | sign, bits)
@@ -384,15 +386,42 @@ def _bits_of_rank(rank: Tensor, g: Grid) -> Tensor:
 def bits_of_integer(number: Tensor, width: int, carrier: Carrier) -> Tensor:
     """The carrier's bits of the integers 1 .. 2^width - 1 (zero gives nonsense).
 
-    Small ones on a CPU by counting their bits, which stays in integers and is twice as fast there as converting.
+    Kernels convert, in registers. Small integers on a CPU by counting their bits, which stays in integers and is twice as fast
+    there. So do plain operations, by halves: what they make is a tensor, and 16-bit numbers must not become wide floats.
     """
-    if width <= 7 and number.device.type == "cpu":
-        top = torch.zeros_like(number)
+    if becomes_kernel() and (width > 7 or number.device.type != "cpu"):
+        if carrier is F64:
+            return number.to(torch.float64).view(torch.int64)
+        assert width <= 24
+        single = number.to(torch.float32).view(torch.int32)
+        return (single >> (23 - carrier.fraction_bits)) + (carrier.bias - 127 << carrier.fraction_bits)
+    if width <= 7:
+        top = torch.zeros_like(number)  # the place of the highest bit that is set
         for bit in range(1, width):
             top = top + (number >> bit).clamp(max=1)
         return (top + (carrier.bias - 1) << carrier.fraction_bits) + (number << (carrier.fraction_bits - top))
-    if carrier is F64:
-        return number.to(torch.float64).view(torch.int64)
-    assert width <= 24
-    single = number.to(torch.float32).view(torch.int32)
-    return (single >> (23 - carrier.fraction_bits)) + (carrier.bias - 127 << carrier.fraction_bits)
+    significand, moved = normalized(number, width)
+    return (carrier.bias + width - 2 - moved << carrier.fraction_bits) + (significand << carrier.fraction_bits + 1 - width)
+
+
+def normalized(number: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Integers of up to `width` bits (at most 32) shifted left until they have as many, and how far they were moved."""
+    total = torch.zeros_like(number)
+    for shift in (16, 8, 4, 2, 1):
+        if shift < width:
+            moved = (number < 1 << (width - shift)).to(number.dtype) * shift
+            number, total = number << moved, total + moved
+    return number, total
+
+
+_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def becomes_kernel() -> bool:
+    """Is what runs now being recorded by a compiler, ours or the user's? It keeps in registers what tensors are here."""
+    return any(torch._C._get_dispatch_mode(tracer) is not None for tracer in _TRACERS)
+
+
+def floats_pay(numbers: Tensor) -> bool:
+    """In kernels on a GPU; as plain operations they would be float32 tensors."""
+    return numbers.device.type == "cuda" and becomes_kernel()

@@ -18,7 +18,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowp.formats import format as parse_format
 from lowp.tensor.core import Decode, Encode, Operation, Quantize, code_storage, quantize_operation, tables_on
+from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.memory import flat_memory
 from lowp.tensor.noise import KEY_SIZE, Noise, blocks, key_tensor
 
@@ -54,6 +56,7 @@ class _State:
     build_seconds: list[float] = field(default_factory=list)
     warned: bool = False
     lock: Any = field(default_factory=threading.RLock)
+    now: Any = field(default_factory=threading.local)  # has `building` where a thread builds at the first call
 
 
 _state = _State()
@@ -65,6 +68,16 @@ def set_kernel_policy(policy: str) -> None:
     The environment variable LOWP_KERNELS sets it at start. Results are the same bit for bit in every case.
     """
     _state.policy = _checked(policy)
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Within it, this thread builds each kernel at its first call, whatever the size (with the policy "never": none)."""
+    before, _state.now.building = getattr(_state.now, "building", False), True
+    try:
+        yield
+    finally:
+        _state.now.building = before
 
 
 def kernel_info() -> dict[str, Any]:
@@ -133,7 +146,7 @@ def built(what: Any, device: torch.device, count: int, build: Callable[[Any, tor
         return _state.kernels[identity] if _state.policy != "never" else None
     if _state.policy == "never":
         return None
-    if _state.policy == "auto" and count < SMALL:
+    if _state.policy == "auto" and count < SMALL and not getattr(_state.now, "building", False):
         calls = _state.small_calls[identity] = _state.small_calls.get(identity, 0) + 1
         if calls < CALLS_BEFORE_BUILD:
             return None
@@ -146,6 +159,8 @@ def built(what: Any, device: torch.device, count: int, build: Callable[[Any, tor
                     warnings.simplefilter("ignore")
                     _state.kernels[identity] = build(what, device)
                 _state.build_seconds.append(time.perf_counter() - began)
+            except UnsafeCache:
+                raise  # slow operations would hide it
             except Exception as error:  # whatever the compiler stack raises without a compiler
                 _state.kernels[identity] = None
                 _warn_once(error)

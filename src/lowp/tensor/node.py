@@ -23,7 +23,7 @@ from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.inductor import tell_inductor
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 from lowp.tensor.ops import quantize
 from lowp.tensor.pointwise import pointwise
 from lowp.version import __version__
@@ -32,7 +32,9 @@ _LIBRARY = torch.library.Library("lowp", "FRAGMENT")
 _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout
 # With lowp's version, so that inductor's cache of compiled graphs does not keep what an older one made of it.
 _LIBRARY.define("round(Tensor x, str format, str rounding, str version='') -> Tensor", tags=_TAGS)
-_LIBRARY.define("quantize(Tensor x, str format, str rounding, Tensor? step, int seed, int stream) -> Tensor", tags=_TAGS)
+_LIBRARY.define(
+    "quantize(Tensor x, str format, str rounding, Tensor? step, int seed, int stream, int domain=0) -> Tensor", tags=_TAGS
+)
 
 
 def suits(x: Tensor, format: AnyFormat, rounding: str) -> bool:
@@ -49,16 +51,16 @@ def quantize_as_node(x: Tensor, format: AnyFormat, rounding: str, noise: Noise |
     if noise is None:
         return torch.ops.lowp.quantize(x.detach(), str(format), rounding, None, 0, 0)
     step = noise.step if isinstance(noise.step, Tensor) else torch.tensor(noise.step)
-    return torch.ops.lowp.quantize(x.detach(), str(format), rounding, step, noise.seed, noise.stream)
+    return torch.ops.lowp.quantize(x.detach(), str(format), rounding, step, noise.seed, noise.stream, int(noise.domain))
 
 
-def _run(x: Tensor, format: str, rounding: str, step: Tensor | None, seed: int, stream: int) -> Tensor:
-    fmt, noise = parse_format(format), None if step is None else Noise(seed, int(step), stream)
+def _run(x: Tensor, format: str, rounding: str, step: Tensor | None, seed: int, stream: int, domain: int = 0) -> Tensor:
+    fmt, noise = parse_format(format), None if step is None else Noise(seed, int(step), stream, domain=Domain(domain))
     rounded = quantize(x, fmt, rounding, seed=noise)
     return rounded.contiguous() if isinstance(fmt, BlockFormat) else rounded
 
 
-def _laid_out(x: Tensor, format: str, rounding: str, step: Tensor | None, seed: int, stream: int) -> Tensor:
+def _laid_out(x: Tensor, format: str, rounding: str, step: Tensor | None, *_: int) -> Tensor:
     """Where the result's elements lie: as x's, but noise and blocks are counted along rows."""
     in_rows = step is not None or isinstance(parse_format(format), BlockFormat)
     return torch.empty_like(x, memory_format=torch.contiguous_format if in_rows else torch.preserve_format)

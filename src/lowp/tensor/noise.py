@@ -1,4 +1,4 @@
-"""Randomness as an argument: a counter-based generator, keyed by (seed, step, stream), counting elements.
+"""Randomness as an argument: a counter-based generator, keyed by (domain, seed, step, stream), counting elements.
 
 Element i of a tensor draws from `permutation(key, offset + i)`. So the same call gives the same bits on every chip, eager and
 compiled, after a resume, and whether a tensor is rounded whole or in pieces with their offsets.
@@ -8,10 +8,17 @@ seed, step and stream; a draw is five rounds of two-word Philox over the index. 
 every product below 2^31. That matters more than it seems: a 32-bit integer hash whose products wrap around is about as fast,
 but signed overflow is undefined in C++, and gcc does turn such a hash into a constant in inductor's remainder loops.
 For a given key the draws of 2^30 elements are all different; between keys they are unrelated, which the tests check.
+
+**Domains.** A weight is rounded by the optimizer, then again by a simulation, and its gradient on the wire. All of them take
+seed 0 by default and count steps and parameters from 0. If they drew the same numbers, one rounding would undo the other, every
+time. So every consumer of noise inside lowp has a `Domain`, which is absorbed before the seed; and a domain says which numbers
+make up a stream, with bits of its own for each, so that no two places of a domain have the same stream. To add a consumer is to
+add a member to `Domain` and its numbers to `STREAMS`.
 """
 
+import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -27,18 +34,63 @@ _ROUNDS = (0x9E37, 0x79B9, 0x7F4A, 0x7C15, 0xF39C, 0xC060, 0x5CED)  # digits of 
 Word = int | Tensor  # 16 bits
 
 
+def _word(name: str) -> int:
+    """Up to eight letters as 64 bits: a number that nobody counts to, so that a domain cannot be taken for a seed."""
+    return int.from_bytes(name.encode("ascii").ljust(8), "big")
+
+
+class Domain(enum.IntEnum):
+    """Who draws. Nothing is absorbed for USER: `lowp.Noise(seed, ...)` has given the same numbers in all versions."""
+
+    USER = 0  # `lowp.quantize(..., seed=...)` and its kin
+    USER_GRADIENT = _word("gradient")  # the gradient of `lowp.fake_quantize`
+    OPTIMIZER = _word("optim")  # weights, then states: `draws` makes several numbers of one key
+    MASTER = _word("master")  # `lowp.MasterWeights`
+    SIMULATION = _word("simulate")  # the tensors of a simulated model
+    SIMULATED_SUMS = _word("sums")  # the products inside its layers
+    WIRE = _word("wire")  # gradients on their way, real or virtual
+    FSDP = _word("fsdp")  # gradients and parameters of a sharded model on their way
+
+
+_PARTS_OF_A_MESSAGE = {"parameter": 31, "level": 1, "stage": 8, "rank": 24}
+# What a stream consists of, and how many bits each number may have.
+STREAMS: dict[Domain, dict[str, int]] = {
+    Domain.USER: {"stream": 64},
+    Domain.USER_GRADIENT: {"stream": 64},
+    Domain.OPTIMIZER: {"parameter": 63},
+    Domain.MASTER: {"parameter": 63},
+    Domain.SIMULATION: {"layer": 31, "role": 4, "tensor": 28},
+    Domain.SIMULATED_SUMS: {"layer": 31, "product": 32},
+    Domain.WIRE: _PARTS_OF_A_MESSAGE,
+    Domain.FSDP: _PARTS_OF_A_MESSAGE,
+}
+
+
+def stream_of(domain: Domain, *place: int) -> int:
+    """The stream of one place in a domain: its numbers side by side, each in its own bits."""
+    stream = 0
+    for (name, bits), number in zip(STREAMS[domain].items(), place, strict=True):
+        if not 0 <= number < 1 << bits:
+            raise ValueError(f"stochastic rounding counts each {name} in {bits} bits, and cannot count {name} {number}")
+        stream = stream << bits | number
+    return stream
+
+
 @dataclass(frozen=True)
 class Noise:
     """Which random numbers to use: a seed, a step and a stream (say, the parameter's number), and the first index.
 
     All are integers of up to 64 bits. `seed` and `step` may also be integer tensors of one element, so that a compiled
     training step or a CUDA graph can count without being compiled or captured again (in eager mode that is slower).
+
+    This is a user's noise. Inside lowp it is made by `Noise.of`, which asks for a domain.
     """
 
     seed: int | Tensor
     step: int | Tensor = 0
     stream: int = 0
     offset: int = 0
+    domain: Domain = field(default=Domain.USER, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, part in (("seed", self.seed), ("step", self.step), ("stream", self.stream), ("offset", self.offset)):
@@ -52,6 +104,11 @@ class Noise:
         if self.offset < 0:
             raise ValueError(f"offset counts elements and cannot be {self.offset}")
 
+    @staticmethod
+    def of(domain: Domain, seed: int | Tensor, step: int | Tensor, *place: int, offset: int = 0) -> "Noise":
+        """The noise of one place in a domain, which `STREAMS` describes."""
+        return Noise(seed, step, stream_of(domain, *place), offset, domain=domain)
+
 
 def _philox4(words: list[Word]) -> list[Word]:
     """Seven rounds of four-word Philox without a key: a permutation of 64 bits in which every bit depends on every other."""
@@ -62,9 +119,14 @@ def _philox4(words: list[Word]) -> list[Word]:
     return [a, b, c, d]
 
 
-def _key_words(seed: Word, step: Word, stream: Word, block: int = 0) -> list[Word]:
-    """The key for one block of 2^30 indices: seed, step, stream and (but for the first) block, absorbed one after the other."""
-    state: list[Word] = [0, 0, 0, 0]
+def _begin(domain: int) -> list[Word]:
+    """The state before anything else is absorbed: a constant of the domain."""
+    return _absorb([0, 0, 0, 0], words_of(int(domain))) if domain != Domain.USER else [0, 0, 0, 0]
+
+
+def _key_words(domain: int, seed: Word, step: Word, stream: Word, block: int = 0) -> list[Word]:
+    """The key for one block of 2^30 indices: domain, seed, step, stream and (but for the first) block, absorbed in turn."""
+    state = _begin(domain)
     for number in (seed, step, stream, *([block] if block else [])):
         state = _absorb(state, words_of(number))
     return state
@@ -79,10 +141,10 @@ def _absorb(state: list[Word], words: Sequence[Word]) -> list[Word]:
     return _philox4([word ^ more for word, more in zip(state, words, strict=True)])
 
 
-def key_columns(seed: Sequence[Word], step: Sequence[Word], streams: Tensor, firsts: Tensor) -> list[Tensor]:
+def key_columns(domain: Domain, seed: Sequence[Word], step: Sequence[Word], streams: Tensor, firsts: Tensor) -> list[Tensor]:
     """`key_tensor` for many tensors at once, from the words of seed and step, their streams and their first indices (int64)."""
     block, low = firsts >> 30, firsts & (_INDICES - 1)
-    state = _absorb(_absorb(_absorb([0, 0, 0, 0], seed), step), words_of(streams))
+    state = _absorb(_absorb(_absorb(_begin(domain), seed), step), words_of(streams))
     later = _absorb(state, words_of(block))
     key: list[Word] = [torch.where(block == 0, early, late) for early, late in zip(state, later, strict=True)]
     return [word.to(torch.int32) for word in _round_keys(key, low)]  # type: ignore[union-attr]  # tensors all
@@ -92,12 +154,12 @@ def key_tensor(noise: Noise, first: int, device: torch.device) -> Tensor:
     """The keys of the rounds for elements from index `first` on (all of one block), and the index of `first` in its block."""
     if isinstance(noise.seed, Tensor) or isinstance(noise.step, Tensor):
         block, low = divmod(noise.offset + first, _INDICES)
-        key = _key_words(_as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream, block)
+        key = _key_words(noise.domain, _as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream, block)
         return torch.stack([_as_int64(word, device) for word in _round_keys(key, low)]).to(torch.int32)
     if any(isinstance(part, torch.SymInt) for part in (noise.seed, noise.step, noise.stream, noise.offset)):
-        return _key_of_integers(noise.seed, noise.step, noise.stream, noise.offset + first, device)
+        return _key_of_integers(noise.domain, noise.seed, noise.step, noise.stream, noise.offset + first, device)
     block, low = divmod(noise.offset + first, _INDICES)
-    key = _key_words(noise.seed, noise.step, noise.stream, block)
+    key = _key_words(noise.domain, noise.seed, noise.step, noise.stream, block)
     return torch.tensor(_round_keys(key, low), dtype=torch.int32, device=device)
 
 
@@ -106,13 +168,13 @@ def _round_keys(key: list[Word], low: Word) -> list[Word]:
 
 
 @torch.library.custom_op("lowp::noise_key", mutates_args=())
-def _key_of_integers(seed: int, step: int, stream: int, first: int, device: torch.device) -> Tensor:
+def _key_of_integers(domain: int, seed: int, step: int, stream: int, first: int, device: torch.device) -> Tensor:
     """A compiled function's changing integers: one small call in its graph; the arithmetic would be a hundred operations."""
-    return key_tensor(Noise(seed, step, stream, first), 0, device)
+    return key_tensor(Noise(seed, step, stream, first, domain=Domain(domain)), 0, device)
 
 
 @_key_of_integers.register_fake
-def _(seed: int, step: int, stream: int, first: int, device: torch.device) -> Tensor:
+def _(domain: int, seed: int, step: int, stream: int, first: int, device: torch.device) -> Tensor:
     return torch.empty(KEY_SIZE, dtype=torch.int32, device=device)
 
 

@@ -20,8 +20,9 @@ from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import Operation, code_dtype, decode_operation, encode_operation, quantize_operation
 from lowp.tensor.dynamo import in_graph, teach_dynamo
 from lowp.tensor.inline import apply_inline
+from lowp.tensor.interchange import PAIRS, as_codes
 from lowp.tensor.memory import flat_memory, is_dense, storage_of
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 from lowp.tensor.packing import pack as pack_codes
 from lowp.tensor.packing import unpack
 
@@ -35,6 +36,7 @@ def quantize(
     *,
     saturate: bool = False,
     seed: Seed | None = None,
+    axis: int = -1,
     out: Tensor | None = None,
 ) -> Tensor:
     """Round every element of `x` to a number of `format`, exactly.
@@ -49,19 +51,23 @@ def quantize(
         saturate: clamp to the largest value, infinities too. Otherwise what is too large becomes infinity if the format has
             one, else NaN if it has that, else the largest value.
         seed: for stochastic rounding: an integer, or `Noise(seed, step, stream, offset)`. Element i draws number offset + i.
+        axis: for block formats, the dimension along which blocks lie. Draws count elements in x's own order all the same.
         out: a floating-point tensor of x's shape to write to.
 
-    NaN stays NaN, minus zero stays where the format has it. The result does not require a gradient: `fake_quantize` has a
-    straight-through one.
+    NaN stays NaN, minus zero stays where the format has it. In a block format an infinity that its elements have no infinity
+    for is NaN, and NaN that its elements have no code for makes the whole block NaN where the scale has one (mx, nvfp4).
+    The result does not require a gradient: `fake_quantize` has a straight-through one.
     """
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
-        return _write(out, _quantize_in_graph(x, _name(format), rounding, saturate, *_seed_parts(seed)))
+        return _write(out, _quantize_in_graph(x, _name(format), rounding, saturate, axis, *_seed_parts(seed)))
     fmt, noise = _check(x, format, rounding, seed, "quantize")
     x = x.resolve_neg()
     if out is not None:
         _check_out(out, x.shape, x.device, CARRIERS)
+    _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
-        return _write(out, block.quantize(x.detach(), fmt, rounding, noise, saturate))
+        cuts = not _someone_else_in_charge(x)
+        return _write(out, block.quantize(x.detach(), fmt, rounding, noise, saturate, axis, cuts))
     operation = quantize_operation(fmt, x.dtype, rounding, saturate, x.dtype if out is None else out.dtype)
     return _apply(operation, x, noise, operation.out_dtype, out)
 
@@ -75,35 +81,48 @@ def encode(
     seed: Seed | None = None,
     nan: str = "raise",
     pack: bool = False,
+    axis: int = -1,
     out: Tensor | None = None,
 ) -> Any:
     """The codes of `quantize(x, ...)`: `decode(encode(x, f), f)` has the same bits.
 
     Returns uint8 for formats of up to 8 bits, int16 (the bit pattern) up to 16, int32 above; with `pack=True`, the codes of
-    formats under 8 bits in a bit stream along the last dimension (`lowp.pack`). A block format gives `BlockCodes`.
+    formats under 8 bits in a bit stream along the last dimension (`lowp.pack`). A block format gives `BlockCodes`; their bytes
+    are those of torch's narrow dtypes.
 
     Args:
-        x, format, rounding, saturate, seed: as for `quantize`.
-        pack: has no effect on formats of 8 bits and more. `decode` must be told the `size` of what was packed.
+        x, format, rounding, saturate, seed, axis: as for `quantize`.
+        pack: has no effect on formats of 8 bits and more. `decode` must be told the `size` of what was packed. Blocks are
+            packed along their axis.
         nan: what NaN becomes in a format that has none: "raise" an error (which has to look at the data, so on CUDA it waits
             for it; `out` may be written in part), "zero", or "saturate" (the largest value of its sign).
         out: a tensor of the codes' dtype and shape to write to (not for block formats).
+
+    In a block format, NaN and infinities that its elements have neither an infinity nor a NaN for (these only without
+    `saturate`) become:
+
+    | nan=       | elements have NaN  | only the scale has NaN          | neither has NaN         |
+    | ---------- | ------------------ | ------------------------------- | ----------------------- |
+    | "raise"    | the element's NaN  | the scale's NaN: block all NaN  | ValueError              |
+    | "zero"     | the element's NaN  | zero, the block as without it   | zero                    |
+    | "saturate" | the element's NaN  | the largest element of its sign | the same                |
     """
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
-        codes = _encode_in_graph(x, _name(format), rounding, saturate, nan, pack, *_seed_parts(seed))
+        codes = _encode_in_graph(x, _name(format), rounding, saturate, nan, pack, axis, *_seed_parts(seed))
         return BlockCodes(*codes) if isinstance(codes, tuple) else _write(out, codes)
     fmt, noise = _check(x, format, rounding, seed, "encode")
     x = x.resolve_neg()
     if nan not in ("raise", "zero", "saturate"):
         raise ValueError(f"unknown nan={nan!r}; it is 'raise', 'zero' or 'saturate'")
+    _check_axis(axis, fmt)
     strict = nan == "raise" and not fmt.has_nan
     if strict and (isinstance(fmt, BlockFormat) or _someone_else_in_charge(x)):
-        _refuse_nan(x, fmt)
+        _refuse_nan(x, fmt, infinities=isinstance(fmt, BlockFormat) and not fmt.has_inf and not saturate)
         strict = False
     if isinstance(fmt, BlockFormat):
         if out is not None:
             raise ValueError(f"{fmt} encodes to several tensors: out= is not for block formats")
-        return block.encode(x.detach(), fmt, rounding, noise, nan, pack, saturate)
+        return block.encode(x.detach(), fmt, rounding, noise, nan, pack, saturate, axis, not _someone_else_in_charge(x))
     if pack and fmt.bits < 8:
         return _write(out, pack_codes(encode(x, fmt, rounding, saturate=saturate, seed=seed, nan=nan), fmt))
     if out is not None:
@@ -118,28 +137,37 @@ def decode(
     *,
     dtype: torch.dtype = torch.float32,
     size: int | None = None,
+    axis: int = -1,
     out: Tensor | None = None,
 ) -> Tensor:
     """The numbers that codes stand for, in `dtype` (or `out`'s).
 
     Args:
-        codes: what `encode` returned for the same format.
-        size: for packed codes, and only for them: the last dimension of the result.
+        codes: what `encode` returned for the same format; or the same bytes in torch's dtype for them: float8_e4m3fn,
+            float8_e5m2, their fnuz variants, float8_e8m0fnu, float4_e2m1fn_x2 (packed), float16, bfloat16, float32.
+        size: for packed codes, and only for them: the last dimension of the result. (float4_e2m1fn_x2 has two for each byte,
+            unless you say otherwise.)
+        axis: for block formats, the dimension along which blocks lie.
     """
     if out is not None:
         dtype = out.dtype
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
-        return _write(out, _decode_in_graph(tuple(codes) if isinstance(codes, tuple) else codes, _name(format), dtype, size))
+        return _write(
+            out, _decode_in_graph(tuple(codes) if isinstance(codes, tuple) else codes, _name(format), dtype, size, axis)
+        )
     fmt = parse_format(format)
     if dtype not in CARRIERS:
         raise TypeError(f"decode gives float64, float32, float16 or bfloat16, not {dtype}")
+    _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
-        return _write(out, block.decode(codes, fmt, dtype, size))  # type: ignore[arg-type]  # it checks
-    if not isinstance(codes, Tensor) or codes.dtype != code_dtype(fmt):
-        found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
-        raise TypeError(f"codes of {fmt} are {code_dtype(fmt)} tensors, not {found}")
-    if size is not None:
-        codes = unpack(codes, fmt, size)
+        cuts = isinstance(codes, tuple) and not _someone_else_in_charge(codes[0])
+        return _write(out, block.decode(codes, fmt, dtype, size, axis, cuts))  # type: ignore[arg-type]  # it checks
+    if not isinstance(codes, Tensor) or (found := as_codes(codes, fmt)) is None:
+        given = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+        raise TypeError(f"codes of {fmt} are {code_dtype(fmt)} tensors, not {given}")
+    if codes.dtype in PAIRS and size is None:
+        size = 2 * found.shape[-1]
+    codes = found if size is None else unpack(found, fmt, size)
     if out is not None:
         _check_out(out, codes.shape, codes.device, CARRIERS)
     return _apply(decode_operation(fmt, dtype), codes, None, dtype, out)
@@ -179,17 +207,23 @@ def _check_out(out: Tensor, shape: torch.Size, device: torch.device, dtypes: Any
         raise ValueError("out= does not support tensors that require a gradient")
 
 
-def _refuse_nan(x: Tensor, fmt: AnyFormat) -> None:
-    """Raise if any element is NaN. The maximum is NaN if one element is: one pass, no mask in memory."""
-    message = f"x holds NaN and {fmt} has none; say nan='zero' or nan='saturate'"
+def _refuse_nan(x: Tensor, fmt: AnyFormat, infinities: bool = False) -> None:
+    """Raise if any element is NaN, or infinite. The maximum is NaN if one element is: one pass, no mask in memory."""
+    message = f"x holds NaN{' or an infinity' if infinities else ''} and {fmt} has none; say nan='zero' or nan='saturate'"
     if x.numel() == 0 or x.is_meta:
         return
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
-        torch._assert_async(~x.detach().amax().isnan(), message)
-    elif torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if type(x) in (Tensor, torch.nn.Parameter) and torch._C._functorch.is_functorch_wrapped_tensor(x):
         raise ValueError(f"inside torch.func transforms NaN cannot be looked for; {fmt} has none: say nan='zero' or 'saturate'")
-    elif bool(x.detach().amax().isnan()):
+    bad = ~x.detach().abs().amax().isfinite() if infinities else x.detach().amax().isnan()
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        torch._assert_async(~bad, message)
+    elif bool(bad):
         raise ValueError(message)
+
+
+def _check_axis(axis: int, fmt: AnyFormat) -> None:
+    if axis != -1 and not isinstance(fmt, BlockFormat):
+        raise ValueError(f"axis is for block formats; in {fmt} every number stands alone")
 
 
 def _someone_else_in_charge(x: Tensor) -> bool:
@@ -239,18 +273,18 @@ def _writes_in_place(x: Tensor, out: Tensor) -> bool:
 
 
 @in_graph
-def _quantize_in_graph(x: Tensor, format: str, rounding: str, saturate: bool, *seed: Any) -> Tensor:
-    return quantize(x, format, rounding, saturate=saturate, seed=_seed_of(seed))
+def _quantize_in_graph(x: Tensor, format: str, rounding: str, saturate: bool, axis: int, *seed: Any) -> Tensor:
+    return quantize(x, format, rounding, saturate=saturate, axis=axis, seed=_seed_of(seed))
 
 
 @in_graph
-def _encode_in_graph(x: Tensor, format: str, rounding: str, saturate: bool, nan: str, pack: bool, *seed: Any) -> Any:
-    return encode(x, format, rounding, saturate=saturate, nan=nan, pack=pack, seed=_seed_of(seed))
+def _encode_in_graph(x: Tensor, format: str, rounding: str, saturate: bool, nan: str, pack: bool, axis: int, *seed: Any) -> Any:
+    return encode(x, format, rounding, saturate=saturate, nan=nan, pack=pack, axis=axis, seed=_seed_of(seed))
 
 
 @in_graph
-def _decode_in_graph(codes: Any, format: str, dtype: torch.dtype, size: int | None) -> Tensor:
-    return decode(BlockCodes(*codes) if isinstance(codes, tuple) else codes, format, dtype=dtype, size=size)
+def _decode_in_graph(codes: Any, format: str, dtype: torch.dtype, size: int | None, axis: int) -> Tensor:
+    return decode(BlockCodes(*codes) if isinstance(codes, tuple) else codes, format, dtype=dtype, size=size, axis=axis)
 
 
 def _name(format: str | AnyFormat) -> str:
@@ -267,11 +301,11 @@ _text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see dynamo
 
 def _seed_parts(seed: Seed | None) -> tuple:
     """A seed as plain numbers and tensors, which a graph can hold."""
-    return (seed.seed, seed.step, seed.stream, seed.offset) if isinstance(seed, Noise) else (seed,)
+    return (seed.seed, seed.step, seed.stream, seed.offset, int(seed.domain)) if isinstance(seed, Noise) else (seed,)
 
 
 def _seed_of(parts: tuple) -> Seed | None:
-    return Noise(*parts) if len(parts) > 1 else parts[0]
+    return Noise(*parts[:4], domain=Domain(parts[4])) if len(parts) > 1 else parts[0]
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -309,7 +343,7 @@ def fake_quantize(
         forward, backward: formats of the value and of its gradient; None leaves them alone.
         rounding, backward_rounding: how; the gradient rounds as the value does unless told otherwise.
         saturate: for both.
-        seed: for stochastic rounding. The gradient draws from the next stream, so that the two are independent.
+        seed: for stochastic rounding. The gradient has noise of its own (`Domain.USER_GRADIENT`): the two are independent.
     """
     backward_rounding = backward_rounding or rounding
     if not torch.compiler.is_dynamo_compiling():  # mistakes in what backward will do are found here, not there
@@ -323,7 +357,9 @@ def fake_quantize(
     if "stochastic" in (rounding, backward_rounding) and noise is None:
         raise ValueError("stochastic rounding needs seed=: an integer or lowp.Noise(seed, step, stream, offset)")
     ahead = _arguments(forward, rounding, saturate, noise)
-    other = None if noise is None else Noise(noise.seed, noise.step, noise.stream + 1, noise.offset)
+    other = noise
+    if noise is not None:
+        other = Noise(noise.seed, noise.step, noise.stream, noise.offset, domain=Domain.USER_GRADIENT)
     return _FakeQuantize.apply(x, ahead, _arguments(backward, backward_rounding, saturate, other))  # type: ignore[return-value]
 
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,16 +53,20 @@ class Table:
 class Staircase:
     """For one sign after the other: cells, and entries.
 
-    The tables are, in this order:
+    The `tables` that every mode needs are, in this order:
     - cells: the entry at the start of each; the magnitude bits at which the next entry begins (or the largest integer).
       Cells of negative numbers follow those of positive ones.
-    - entries: the carrier's bits of the value; its code; in float64 the magnitude and the next larger one; whether the rank is
-      even. The last three complete the modes that start toward zero.
+    - entries: the carrier's bits of the value; its code.
+
+    Two more are for the modes that start toward zero and may then go one entry up. To odd: is the entry's rank `even`?
+    Stochastic: the `gaps` above entries.
     """
 
     shift: int
     cells: int
     tables: "tuple[Table, ...]"
+    even: Table
+    gaps: "tuple[Table, ...]"
 
     def find(self, magnitude: Tensor, negative: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
         """The entry that each magnitude is rounded to (`tensors` are this staircase's tables, on the magnitudes' device)."""
@@ -111,9 +116,13 @@ def _thresholds(fmt: Format, mode: Rounding, negative: bool) -> list[float]:
 
 
 def _about(magnitudes: list[float], carrier: Carrier) -> set[int]:
-    """The bits of the carrier's numbers at and beside each magnitude."""
-    dtype = torch.float64 if carrier is F64 else torch.float32
-    found = torch.tensor(magnitudes, dtype=torch.float64).to(dtype).view(carrier.compute).tolist()
+    """The bits of the carrier's numbers at and beside each magnitude.
+
+    By numpy: a format's first call may be traced by torch's compiler, where torch's tensors have no numbers.
+    """
+    number, integer = (np.float64, np.int64) if carrier is F64 else (np.float32, np.int32)
+    with np.errstate(over="ignore"):  # beyond float32 is infinity
+        found = np.array(magnitudes, dtype=np.float64).astype(number).view(integer).tolist()
     return {near for bits in found for near in (bits - 1, bits, bits + 1) if 0 <= near <= carrier.infinity}
 
 
@@ -141,19 +150,14 @@ def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool) -> 
         results += values
     negative = [side == 1 and fmt.signed for side, (_, values) in enumerate(sides) for _ in values]
     gaps = [_gap(value, fmt, below, saturate) for value, below in zip(results, negative, strict=True)]
-    even = [
-        low < math.inf and _is_even(value, fmt, below) for value, below, (low, _) in zip(results, negative, gaps, strict=True)
-    ]
+    even = [gap is not None and _is_even(value, fmt, below) for value, below, gap in zip(results, negative, gaps, strict=True)]
     tables = (
         Table(entry_of_cell, carrier.compute),
         Table(step_of_cell, carrier.compute),
         Table([bits_of_number(value, carrier) for value in results], carrier.compute),
         Table([_code(value, fmt) for value in results], carrier.compute),
-        Table([low for low, _ in gaps], torch.float64),
-        Table([high for _, high in gaps], torch.float64),
-        Table(even, torch.bool),
     )
-    return Staircase(shift, cells, tables)
+    return Staircase(shift, cells, tables, Table(even, torch.bool), gap_tables(gaps, carrier))
 
 
 def _code(value: float, fmt: Format) -> int:
@@ -164,24 +168,73 @@ def _is_even(value: float, fmt: Format, negative: bool) -> bool:
     return math.isfinite(value) and reference.encode_magnitude(abs(Fraction(value)), fmt, negative) % 2 == 0
 
 
-def _gap(value: float, fmt: Format, negative: bool, saturate: bool) -> tuple[float, float]:
-    """An entry's magnitude and the next larger one; infinite where there is nowhere to go, which nothing is above."""
+Gap = tuple[float, float] | None  # a magnitude and the next larger one; None where there is nowhere to go
+
+
+def _gap(value: float, fmt: Format, negative: bool, saturate: bool) -> Gap:
     if not math.isfinite(value):
-        return math.inf, math.inf
+        return None
     near = reference.neighbours(abs(Fraction(value)), fmt, negative)
     ends = near.high == near.low or (saturate and value == (fmt.min if negative else fmt.max))
-    return (math.inf, math.inf) if ends else (float(near.low), float(near.high))
+    return None if ends else (float(near.low), float(near.high))
 
 
-def goes_up(magnitude: Tensor, low: Tensor, high: Tensor, noise: Tensor, carrier: Carrier) -> Tensor:
+_MOST = 1 << 32  # units in a gap: times 30 random bits, an integer of 64 bits holds them
+_FAR = 60  # bits to the right: a float32's significand and 30 bits more are gone by then
+
+
+def gap_tables(gaps: Sequence[Gap], carrier: Carrier) -> tuple[Table, ...]:
+    """What `goes_up` looks up for each entry.
+
+    The numbers at both ends are integers times a power of two, the unit. Three tables of integers: the lower end and the length
+    in units, and the unit's exponent, counted from that of the carrier's smallest number.
+    Where a gap has too many units, and for float64 numbers, two tables of float64: the ends.
+    """
+    lowest = carrier.min_exponent - carrier.fraction_bits
+    counted = []
+    for gap in gaps:
+        if gap is None:
+            counted.append((_MOST, 0, _FAR + (carrier.infinity >> carrier.fraction_bits)))  # a start that nothing reaches
+            continue
+        unit = min(_last_place(end) for end in gap if end)
+        start, end = (int(math.ldexp(number, -unit)) for number in gap)
+        counted.append((start, end - start, unit - lowest))
+    if carrier is F64 or any(length >= _MOST or start + length >= _MOST << 28 for start, length, _ in counted):
+        ends = [gap or (math.inf, math.inf) for gap in gaps]
+        return tuple(Table(column, torch.float64) for column in zip(*ends, strict=True))
+    dtypes = torch.int64, torch.int64, torch.int32
+    return tuple(Table(column, dtype) for column, dtype in zip(zip(*counted, strict=True), dtypes, strict=True))
+
+
+def _last_place(number: float) -> int:
+    """The exponent of the last bit that is set."""
+    numerator, denominator = number.as_integer_ratio()
+    return (numerator & -numerator).bit_length() - denominator.bit_length()
+
+
+def goes_up(magnitude: Tensor, gap: Sequence[Tensor], noise: Tensor, carrier: Carrier) -> Tensor:
     """Stochastic rounding between two neighbours whose gap is no power of two: is the draw under the share covered?
 
-    share = (x - low) / (high - low), compared as draw * (high - low) < x - low in float64: a quotient would differ between
-    chips, these products do not. False where the neighbours are infinite.
+    The share is (x - low) / (high - low), compared as draw * (high - low) < x - low: in integers, which is exact and makes no
+    wide floats of 16-bit numbers; or in float64, where a quotient would differ between chips and these products do not.
+    False where there is nowhere to go. `gap` is what `gap_tables` has for each element.
     """
     span = 1 << carrier.noise_bits
-    drawn = (span - 1 - noise).to(torch.float64)
-    return drawn * (high - low) < (to_float64(magnitude, carrier) - low) * float(span)
+    if len(gap) == 2:
+        low, high = gap
+        drawn = (span - 1 - noise).to(torch.float64)
+        return drawn * (high - low) < (to_float64(magnitude, carrier) - low) * float(span)
+    start, length, unit = gap
+    field = (magnitude >> carrier.fraction_bits).clamp(min=1)
+    significand = magnitude - (field - 1 << carrier.fraction_bits)
+    # The magnitude in units: a whole number, and 30 bits after the point. What is finer is rounded up: no draw is between.
+    shift = (field - 1 - unit).to(torch.int64)
+    right = (-shift).clamp(0, _FAR)
+    scaled = ((significand.to(torch.int64) << carrier.noise_bits) + ((torch.ones_like(right) << right) - 1)) >> right
+    whole = (scaled >> carrier.noise_bits) << shift.clamp(0, 38)  # of 62 bits at most
+    covered = (whole - start).clamp(max=_MOST)  # more than the gap, where numbers beyond the largest go on as if it went on
+    drawn = (span - 1 - noise).to(torch.int64)
+    return drawn * length < (covered << carrier.noise_bits) + (scaled & (span - 1))
 
 
 def to_float64(magnitude: Tensor, carrier: Carrier) -> Tensor:

@@ -8,6 +8,7 @@ asked here with as little as it takes, and its answer gets the key's path.
 """
 
 import difflib
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -25,10 +26,12 @@ from lowp.train.models import MODELS, build_model
 from lowp.train.numerics import arithmetic_of, layer_rules, simulated_roles, stored_dtype, wire_settings
 from lowp.train.optimizers import NAMES as OPTIMIZERS
 from lowp.train.optimizers import optimizer_for
-from lowp.train.plugins import is_plugin, load_plugin
-from lowp.train.recipe import LearningRate, OptimizerSettings, Recipe, Wire
+from lowp.train.plugins import blamed, is_plugin, load_plugin
+from lowp.train.recipe import LARGEST_RATE, LearningRate, Recipe, Wire
+from lowp.train.regular_file import check_regular, user_path
 from lowp.train.toml import to_toml
 from lowp.wire.codec import codec_of
+from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
 
 _SIDE, _CLASSES = 32, 10  # of what a model is asked with
@@ -44,13 +47,14 @@ def check(recipe: Recipe) -> None:
     check_precision(recipe)
     _check_optimizer(recipe)
     _check_learning_rate(recipe.learning_rate, recipe.epochs)
+    _check_largest_rate(recipe)
     _check_wire(recipe)
     _check_parallel(recipe)
 
 
 def check_model(recipe: Recipe, model: nn.Module) -> None:
     """Raise RecipeError if a pattern of the recipe matches nothing in its model."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = list(all_names(model))
     for pattern in wire_settings(recipe, 1).unmatched(names):
         path = ("wire", "layers", pattern) if pattern in recipe.wire.layers else ("wire", "skip")
         near = difflib.get_close_matches(pattern, names, n=3) or [*names[:3], "..."]
@@ -82,6 +86,9 @@ def _check_data(recipe: Recipe) -> None:
     if _is_text(data.name):
         if data.augment:
             raise RecipeError(f"data.augment: is for images, and {data.name} is text")
+        if data.name.startswith("text:"):
+            with about("data", "name"):
+                check_regular(user_path(data.name.removeprefix("text:")))
     elif data.name in SET_NAMES:
         pass
     elif is_plugin(data.name):
@@ -102,7 +109,13 @@ def _is_text(name: str) -> bool:
 def _check_model_settings(recipe: Recipe) -> None:
     """Build the model, without memory for its weights, for an image and for a text: one that takes images is for images."""
     settings, data = recipe.model, recipe.data
-    if is_plugin(settings.name) and not settings.name.startswith("torchvision:"):
+    if settings.name.startswith("torchvision:"):  # takes images, and is not told their size
+        if _is_text(data.name):
+            raise RecipeError(f"model.name: {settings.name} takes images, and {data.name} is text")
+        with about("model"), torch.device("meta"):
+            build_model(settings.name, shape=(), classes=_CLASSES, options=settings.options)
+        return
+    if is_plugin(settings.name):
         with about("model", "name"):
             load_plugin(settings.name, "model")
         return
@@ -134,17 +147,25 @@ def _check_optimizer(recipe: Recipe) -> None:
     if settings.nesterov and not settings.momentum:
         raise RecipeError("optimizer.nesterov: needs a momentum, and optimizer.momentum is 0")
     # With its first optimizer torch loads its compiler, which takes seconds: only where something can still be refused.
-    if precision.state or settings.options or settings.betas != OptimizerSettings().betas:
+    if precision.state or settings.name.startswith("torch:"):
         _try_optimizer(recipe)
 
 
 def _try_optimizer(recipe: Recipe) -> None:
-    """Make the optimizer for one small parameter: first with states as the weights are, then as the recipe has them."""
+    """Make the optimizer for one small parameter: first with states as the weights are, then as the recipe has them.
+
+    One of torch's also takes a step, if the run is on a CPU: some options are refused only there.
+    """
     precision = recipe.precision
     parameters = {"weight": nn.Parameter(torch.zeros(64, 64, dtype=stored_dtype(precision)))}
     as_weights = recipe.model_copy(update={"precision": precision.model_copy(update={"state": ""})})
     with about("optimizer", *(["options"] if recipe.optimizer.options else [])):
-        optimizer_for(as_weights, parameters)
+        optimizer = optimizer_for(as_weights, parameters)
+        on_cpu = recipe.device == "cpu" or not torch.cuda.is_available()
+        if recipe.optimizer.name.startswith("torch:") and on_cpu:
+            parameters["weight"].grad = torch.zeros(64, 64)
+            with blamed(f"optimizer {recipe.optimizer.name!r}"):
+                optimizer.step()
     if precision.state:
         with about("precision", "state"):
             optimizer_for(recipe, parameters)
@@ -180,16 +201,24 @@ def _check_learning_rate(settings: LearningRate, epochs: int) -> None:
             raise RecipeError(f"learning_rate.points: {settings.kind} needs at least one")
         if points[0] < 0 or any(b <= a for a, b in pairwise(points)):
             raise RecipeError(f"learning_rate.points: epochs begin with 0 and ascend, not {listed}")
-    if settings.kind == "linear":
-        if len(settings.factors) != len(points):
-            raise RecipeError(
-                f"learning_rate.factors: one for each point is wanted: {len(points)}, not {len(settings.factors)}"
-            )
-        if settings.warmup:
-            raise RecipeError("learning_rate.warmup: linear has none; begin with a point at 0 and a small factor")
+    if settings.kind == "linear" and len(settings.factors) != len(points):
+        raise RecipeError(f"learning_rate.factors: one for each point is wanted: {len(points)}, not {len(settings.factors)}")
     falls = settings.kind in ("poly", "cosine")
+    if settings.kind == "linear":
+        return  # its points may lie beyond the end too: a part of the schedule is a run
     if settings.warmup > epochs or (falls and settings.warmup >= epochs):
         raise RecipeError(f"learning_rate.warmup: {settings.warmup:g} epochs, and the run has {epochs}")
+
+
+def _check_largest_rate(recipe: Recipe) -> None:
+    """The largest learning rate of all steps, in powers of ten: the number itself may be too large for Python."""
+    settings, decades = recipe.learning_rate, math.log10(recipe.optimizer.lr)
+    if settings.kind == "linear" and max(settings.factors) > 0:
+        decades += math.log10(max(settings.factors))
+    elif settings.kind == "steps":
+        decades += max(0.0, math.log10(settings.factor)) * len(settings.points)
+    if decades > math.log10(LARGEST_RATE):
+        raise RecipeError(f"learning_rate: the rate reaches 1e{decades:.0f}, and may be at most {LARGEST_RATE:g}")
 
 
 def _check_wire(recipe: Recipe) -> None:

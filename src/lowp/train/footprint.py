@@ -1,16 +1,19 @@
 """What a recipe needs in memory and sends in a step, counted on a model that is built but not trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lowp.health.memory import Memory, memory
+from lowp.train.exchange import buckets_of
 from lowp.train.models import build_model
 from lowp.train.numerics import stored_dtype, wire_settings
 from lowp.train.optimizers import optimizer_for
 from lowp.train.recipe import Recipe
-from lowp.wire.report import ring_bytes
+from lowp.wire.auto import best_for
+from lowp.wire.naming import all_names
 from lowp.wire.settings import Parameters
+from lowp.wire.virtual import VirtualExchange
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,7 @@ class Footprint:
     wire_bytes: int  # a step's gradients of one rank, in the wire's format
     fp32_bytes: int
     ranks: int
-
-    @property
-    def sent(self) -> float:
-        """By each rank in a step."""
-        return ring_bytes(self.wire_bytes, self.ranks)
+    sent: int  # by rank 0 in a step
 
 
 def footprint(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Footprint:
@@ -36,10 +35,17 @@ def footprint(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Footprint
         parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_for(recipe, parameters)
     optimizer.step()
-    layers = Parameters({n: p.shape for n, p in parameters.items()}, wire_settings(recipe, 1)).layers(parameters, 0)
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    names, settings = all_names(model), wire_settings(recipe, 1)
+    if settings.reduction == "auto":  # if it compresses
+        settings = replace(settings, reduction=best_for(recipe.shares))
+    buckets = buckets_of(parameters, recipe.wire.bucket_mb * 1e6)
+    sent, _ = VirtualExchange(recipe.shares, shapes, settings, buckets=buckets, names=names).bytes_sent()
+    layers = Parameters(shapes, settings, names).layers(parameters, 0)
     return Footprint(
         memory(model, optimizer),
         sum(layer.codec.wire_bytes(layer.size) for layer in layers),
         sum(4 * layer.size for layer in layers),
         recipe.shares,
+        sent,
     )

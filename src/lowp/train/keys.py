@@ -4,6 +4,7 @@ A path is a tuple: field names of sections, keys of tables, indices of lists. It
 `precision.schedule[0].weights`, `wire.layers."fc.*"`.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from types import NoneType, UnionType
@@ -21,8 +22,13 @@ def written(path: Path) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            text += ("." if text else "") + (part if BARE.fullmatch(part) else f'"{part}"')
+            text += ("." if text else "") + (part if BARE.fullmatch(part) else _quoted(part))
     return text
+
+
+def _quoted(key: str) -> str:
+    """As TOML writes it; in an error it must not break the line."""
+    return json.dumps(key, ensure_ascii=not key.isprintable())
 
 
 def choices(kind: Any) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
-"""Local ranks, started and watched by torch's own elastic launcher, the one behind torchrun.
+"""Local ranks, started and watched by torch's own elastic agent, the one behind torchrun (agent.py says what differs).
 
-Each rank is the same command again, told its rank by the launcher's environment variables; on many hosts torchrun does the same
-with the same command. A rank that dies takes the others with it; all of them start again from the last checkpoint, as often as
-`max_restarts` says.
+Each rank is the same command again, told its rank by environment variables; on many hosts torchrun does the same with the same
+command. A rank that dies takes the others with it; all of them start again from the last checkpoint, as often as `max_restarts`
+says.
 """
 
 import ctypes
@@ -10,15 +10,21 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from lowp.train.world import default_threads
+from lowp.train.recipe import Recipe
+from lowp.train.rendezvous import FOLDER
+from lowp.train.rundir import check_directory
+from lowp.train.toml import to_toml
+from lowp.train.world import threads_of_a_rank
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-GRACE = 300  # seconds that ranks have to finish their step and save, after a signal
-
+FAILED, MISTAKE, DIVERGED = 1, 2, 3  # exit codes of a rank: a collective failed; a user's mistake; the run cannot go on
 
 PARENT = "LOWP_LAUNCHER"  # the environment variable that tells ranks who started them
 
@@ -47,37 +53,93 @@ def is_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
-def launch(command: Sequence[str], ranks: int, threads: int, max_restarts: int) -> int:
-    """Run `python -m lowp <command>` as `ranks` processes on this machine. Returns the exit code of the whole.
+def launch_run(recipe: Recipe, out: Path, *, resume: bool, data: Path | None, quiet: bool, max_restarts: int) -> int:
+    """Train a recipe on `recipe.ranks` local processes. Returns the exit code of the whole.
 
-    0: they finished, or stopped when told to. What they have to say they say themselves, rank 0 for all.
+    A directory that the run cannot have is refused before any process starts. Ranks read the recipe, complete, from a file.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    check_directory(out, resume)
+    with tempfile.TemporaryDirectory(prefix="lowp-recipe-") as folder:
+        file = Path(folder) / "recipe.toml"
+        file.write_text(to_toml(recipe))
+        command = ["train", str(file), "--out", str(out)]
+        command += ["--data", str(data)] if data is not None else []
+        command += [flag for flag, wanted in (("--resume", resume), ("--quiet", quiet)) if wanted]
+        return launch(command, recipe.ranks, recipe.threads, max_restarts)
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads or default_threads(ranks)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.")]:
-        logging.getLogger(name).setLevel(logging.ERROR)  # what the launcher warns of, ranks say themselves
-    os.environ[PARENT] = str(os.getpid())
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=max_restarts,
-        monitor_interval=0.1,
-    )
+
+def launch(command: Sequence[str], ranks: int, threads: int, max_restarts: int) -> int:
+    """Run `lowp <command>` as `ranks` processes on this machine. Returns the exit code of the whole.
+
+    0: they finished, or stopped when told to. What they have to say they say themselves, rank 0 for all. KeyboardInterrupt:
+    they were ended by Ctrl-C before rank 0 could say anything.
+    """
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from lowp.train.agent import FIRST, Agent, Alone
+
+    folder = tempfile.TemporaryDirectory(prefix="lowp-ranks-")
+    with folder as path, _environment(_of_ranks(path, ranks, threads)), _silent("torch.distributed.elastic"):
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=ranks,
+            rdzv_handler=Alone(uuid.uuid4().hex),
+            entrypoint=sys.executable,
+            args=("-c", FIRST, *command),
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+        )
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=path))
+        try:
+            with agent.listening():
+                result = agent.run()
+        except SignalException as error:
+            if error.sigval == signal.SIGINT and agent.exit_code_of(0) != 128 + signal.SIGINT:
+                raise KeyboardInterrupt from None
+            return 128 + int(error.sigval)
+        return _exit_code(ChildFailedError("lowp", result.failures)) if result.is_failed() else 0
+
+
+def _of_ranks(folder: str, ranks: int, threads: int) -> dict[str, str]:
+    """What ranks are told by their environment, besides what the agent tells each of them."""
+    return {
+        FOLDER: folder,
+        PARENT: str(os.getpid()),
+        "OMP_NUM_THREADS": str(threads_of_a_rank(threads, ranks)),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # they find the modules that this process finds
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # `Agent.listening` does
+    }
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """The agent starts ranks with this process's environment: it is changed meanwhile."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
-        elastic_launch(config, sys.executable)("-m", "lowp", *command)
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    except ChildFailedError as error:
-        return _exit_code(error)
-    return 0
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _silent(package: str) -> Iterator[None]:
+    """What the agent warns of, ranks and we ourselves say in a line."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(f"{package}.")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _exit_code(error: Any) -> int:

@@ -17,7 +17,7 @@ def factor_of(settings: LearningRate, steps_per_epoch: int, steps: int) -> Calla
     if settings.kind == "poly":
         schedule = schedules.poly(nobody, steps, settings.power, warmup, start)
     elif settings.kind == "linear":
-        schedule = schedules.piecewise_linear(nobody, points, settings.factors)
+        schedule = schedules.piecewise_linear(nobody, points, settings.factors, warmup, start)
     elif settings.kind == "steps":
         schedule = schedules.piecewise_constant(nobody, [round(p) for p in points], settings.factor, warmup, start)
     elif settings.kind == "cosine":

@@ -43,7 +43,7 @@ def about(*path: str | int) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise RecipeError(f"{written(path)}: {error}") from None
+        raise RecipeError(f"{written(path)}: {error}") from error.__cause__  # what a plugin raised, for --traceback
 
 
 def explain(error: ValidationError, source: str) -> RecipeError:
@@ -107,7 +107,7 @@ def _sentence(path: Path, details: list[dict[str, Any]]) -> str:
         return f"{_shown(given)} is not a finite number"
     for bound, words in _BOUNDS.items():
         if bound in context:
-            return f"{_shown(given)} must be {words} {context[bound]:g}"
+            return f"{_shown(given)} must be {words} {_number(context[bound])}"
     wanted = [_WANTED[each["type"].split("_")[0]] for each in details if each["type"].split("_")[0] in _WANTED]
     if context.get("pattern") in _PATTERNS:
         return f"{_shown(given)} must consist of {_PATTERNS[context['pattern']]}"
@@ -116,6 +116,10 @@ def _sentence(path: Path, details: list[dict[str, Any]]) -> str:
     section = section_of(kind_at(path))
     hint = f"; did you mean {written(path)}.name?" if section is not None and "name" in section.model_fields else ""
     return f"{_shown(given)} is not {' or '.join(wanted)}{hint}"
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _not_a_choice(path: Path, given: Any, context: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """The optimizer that a recipe asks for, and the format that it keeps weights in."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from lowp.optim import LAMB, LARS, SGD, AdamW
 from lowp.simulation.master import MasterWeights
+from lowp.train.plugins import blamed
 from lowp.train.recipe import OptimizerSettings, Precision, Recipe
 
 NAMES = ("sgd", "lars", "adamw", "lamb")
@@ -66,4 +68,8 @@ def _torch_optimizer(settings: OptimizerSettings, parameters: Mapping[str, nn.Pa
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(f"torch.optim has no optimizer {name!r}")
     make: Any = found  # each class has arguments of its own
-    return make(_groups(settings, parameters), lr=settings.lr, weight_decay=settings.weight_decay, **settings.options)
+    options = dict(settings.options)
+    if settings.weight_decay or "weight_decay" in inspect.signature(found).parameters:  # Rprop has none
+        options = {"weight_decay": settings.weight_decay} | options
+    with blamed(f"optimizer {settings.name!r}"):
+        return make(_groups(settings, parameters), lr=settings.lr, **options)

@@ -9,9 +9,12 @@ Merging goes key by key through sections and tables; lists are replaced, and an 
 
 import inspect
 import json
+import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path as File
 from typing import Any, get_args, get_origin
 
@@ -26,15 +29,22 @@ from lowp.train.keys import (
     kind_at,
     kind_inside,
     section_of,
+    written,
 )
 from lowp.train.mistakes import RecipeError, explain, nearest
 from lowp.train.plugins import is_plugin, load_plugin
-from lowp.train.recipe import Recipe, Section
-from lowp.train.toml import plain
+from lowp.train.recipe import LONGEST_NAME, Recipe, Section
+from lowp.train.regular_file import read_regular
+from lowp.train.toml import DEEPEST, plain
 
 _PART = r"""\s*(?:"[^"]*"|'[^']*'|[^.="'\s]+)\s*"""
 _OVERRIDE = re.compile(rf"({_PART}(?:\.{_PART})*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:\d+\.|\.\d+)(?:[eE][+-]?\d+)?")  # .5 and 5., which TOML does not take
+_LARGEST_FILE = 1 << 20  # bytes
+_MOST_BASES = 32
+_MOST_PARTS = 64  # of a key with dots; names of layers have some of their own
+# The files and functions that are being read now, each of them the base of the one before.
+_reading: ContextVar[tuple[str, ...]] = ContextVar("_reading", default=())
 
 
 def read_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -47,7 +57,8 @@ def read_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
             `model.options.hidden=[64, 64]`, `wire.skip=1d,last`, `precision.layers.last.weights=fp16`. Nothing after the `=`
             empties a key; `none` removes an optional one.
     """
-    return _read(text, overrides, ())
+    document, source = _document(text)
+    return _validated(_changed(document, [_override(each) for each in overrides]), source)
 
 
 def with_changes(recipe: Recipe, /, **changes: Any) -> Recipe:
@@ -61,18 +72,14 @@ def with_changes(recipe: Recipe, /, **changes: Any) -> Recipe:
     return _validated(_changed(document, named), f"recipe {recipe.name}")
 
 
-def _read(text: str, overrides: Sequence[str], below: tuple[str, ...]) -> Recipe:
-    """`below` are the files that this one is the base of."""
-    document, source = _document(text, below)
-    return _validated(_changed(document, [_override(each) for each in overrides]), source)
-
-
-def _document(text: str, below: tuple[str, ...]) -> tuple[Any, str]:
+def _document(text: str) -> tuple[Any, str]:
     """What the text names, and how an error calls it."""
     if text.endswith(".toml"):
-        return _from_file(File(text), below), text
+        with _being_read(text if "\0" in text else os.path.realpath(text), text):  # links to one file are one file
+            return _from_file(File(text)), text
     if is_plugin(text):
-        return _from_function(text), text
+        with _being_read(text, text):
+            return _from_function(text), text
     from lowp.train.recipes import RECIPES
 
     if text not in RECIPES:
@@ -82,33 +89,56 @@ def _document(text: str, below: tuple[str, ...]) -> tuple[Any, str]:
     return plain(RECIPES[text]()), f"recipe {text}"
 
 
-def _from_file(file: File, below: tuple[str, ...]) -> Any:
+@contextmanager
+def _being_read(identity: str, text: str) -> Iterator[None]:
+    """While a file or a function is being read, its bases are read too: none of them can be itself."""
+    above = _reading.get()
+    if identity in above:
+        raise RecipeError(f"{text}: its base leads back to itself")
+    if len(above) >= _MOST_BASES:
+        raise RecipeError(f"{text}: this is the base of the base of ... more than {_MOST_BASES} recipes")
+    token = _reading.set((*above, identity))
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"{file}: {error.strerror}") from None
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def _from_file(file: File) -> Any:
+    try:
+        content = read_regular(file, _LARGEST_FILE)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    try:
+        document = plain(tomllib.loads(content.decode("utf-8")))
     except UnicodeDecodeError:
         raise RecipeError(f"{file}: this is not text in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         what, _, where = str(error).removesuffix(")").partition(" (at ")
         raise RecipeError(f"{file}: {where}: {what[0].lower()}{what[1:]}") from None
-    document = _absences({"name": re.sub(r"[^A-Za-z0-9_.-]", "-", file.stem)} | document, Recipe)
-    return _on_base(document, file, (*below, str(file.resolve()))) if "base" in document else document
+    except RecursionError:  # of Python's parser
+        raise RecipeError(f"{file}: tables and lists are nested more than {DEEPEST} deep") from None
+    except ValueError as error:  # from `plain`; and Python reads no number of thousands of digits
+        raise RecipeError(f"{file}: {error}") from None
+    document = _absences({"name": _name_of(file)} | document, Recipe)
+    return _on_base(document, file) if "base" in document else document
 
 
-def _on_base(document: dict[str, Any], file: File, below: tuple[str, ...]) -> Any:
+def _name_of(file: File) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", file.stem)[:LONGEST_NAME]
+
+
+def _on_base(document: dict[str, Any], file: File) -> Any:
     base = document.pop("base")
     if not isinstance(base, str):
         raise RecipeError(f"{file}: base: {base!r} is not the name of a recipe")
     if base.endswith(".toml"):
         base = str(file.parent / base)
-        if str(File(base).resolve()) in below:
-            raise RecipeError(f"{file}: base: {base} is based on this file")
-    return _merged(plain(_read(base, (), below)), document, Recipe)
+    return _merged(plain(read_recipe(base)), document, Recipe)
 
 
 def _from_function(text: str) -> Any:
-    function = load_plugin(text, "recipe")
+    function = load_plugin(text, "recipe", passing=(RecipeError, ValidationError))
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -166,8 +196,10 @@ def _override(text: str) -> tuple[Path, Any]:
     if not found:
         raise RecipeError(f"a change is written key=value, say optimizer.lr=0.1, not {text!r}")
     parts = [part.strip() for part in re.findall(_PART, found[1])]
+    if len(parts) > _MOST_PARTS:
+        raise RecipeError(f"{text[:40]}...: a key has at most {_MOST_PARTS} parts, not {len(parts)}")
     path = _regrouped(tuple(part[1:-1] if part[0] in "\"'" else part for part in parts))
-    return path, _value(found[2].strip(), kind_at(path))
+    return path, _value(found[2].strip(), kind_at(path), path)
 
 
 def _regrouped(path: tuple[str, ...]) -> Path:
@@ -181,24 +213,28 @@ def _regrouped(path: tuple[str, ...]) -> Path:
     return path
 
 
-def _value(text: str, kind: Any) -> Any:
-    """What a text says for a key of this kind."""
+def _value(text: str, kind: Any, path: Path) -> Any:
+    """What a text says for a key of this kind, the one at `path`."""
     entries = next((get_args(each)[0] for each in choices(kind) if get_origin(each) is tuple), None)
     if can_be_absent(kind) and text in ("", "none", "None"):
         return None
     if not text:
         return {} if is_table(kind) and str not in choices(kind) else [] if entries is not None else ""
-    value = _parsed(text.lower() if kind is bool else text)
+    value = _parsed(text.lower() if kind is bool else text, path)
     if is_text(kind) and not isinstance(value, str):
         return text
     if entries is not None and not isinstance(value, list):
-        return [_value(part.strip(), entries) for part in text.split(",")]
+        return [_value(part.strip(), entries, path) for part in text.split(",")]
     return _absences(value, kind)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str, path: Path) -> Any:
     try:
         document = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return float(text) if _NUMBER.fullmatch(text) else text
-    return document["value"] if len(document) == 1 else text
+    except RecursionError:  # of Python's parser
+        raise RecipeError(f"{written(path)}: tables and lists are nested more than {DEEPEST} deep") from None
+    except ValueError as error:  # Python reads no number of thousands of digits
+        raise RecipeError(f"{written(path)}: {error}") from None
+    return plain(document["value"], path) if len(document) == 1 else text

@@ -8,11 +8,24 @@ together in check.py, both before any process starts.
 any other is simulated: a float32 model whose numbers are rounded to the format wherever the role says.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 STORED = ("fp32", "fp16", "bf16")  # formats that torch computes in
+LONGEST_NAME = 100  # characters: it becomes the name of a directory
+
+# Bounds that no run comes near. Beyond them a number is a mistake, and a run with it would not end, start or compute anything.
+_MOST_STEPS = 10**12
+_MOST_EPOCHS = 10**6
+_LARGEST_BATCH = 1 << 24
+_LARGEST = 1e6  # of a factor; the arithmetic is float32's
+_SMALLEST = 1e-30  # of what must not be 0 in float32
+LARGEST_RATE = 1e38  # float32 ends at 3.4e38; before that a run diverges, and says so
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Epoch = Annotated[float, Field(ge=0, le=_MOST_EPOCHS)]
+Factor = Annotated[float, Field(ge=0, le=_LARGEST)]
 
 
 class Section(BaseModel):
@@ -37,9 +50,9 @@ class DataSettings(Section):
     augment: tuple[Literal["crop", "flip", "cutout"], ...] = Field((), description="of training images: crop, flip, cutout")
     transform: str = Field("", description="module:function(inputs, targets, generator), called on every training batch")
     filter: str = Field("", description="module:function(model, inputs, targets): which samples of a batch to train on")
-    limit: int = Field(0, ge=0, description="use only so many training samples (0: all)")
-    context: int = Field(128, ge=1, description="characters a sample, for text")
-    workers: int = Field(2, ge=0, description="processes that read samples of a module:function set")
+    limit: int = Field(0, ge=0, le=_MOST_STEPS, description="use only so many training samples (0: all)")
+    context: int = Field(128, ge=1, le=1 << 20, description="characters a sample, for text")
+    workers: int = Field(2, ge=0, le=256, description="processes that read samples of a module:function set")
     options: dict[str, Any] = Field({}, description="arguments of a module:function set")
 
 
@@ -47,14 +60,14 @@ class OptimizerSettings(Section):
     """How weights are changed."""
 
     name: str = Field("sgd", description="sgd, lars, adamw, lamb, or torch:CLASS for one of torch.optim (fp32 weights)")
-    lr: float = Field(0.1, gt=0, description="the learning rate at its peak")
+    lr: float = Field(0.1, ge=_SMALLEST, le=LARGEST_RATE, description="the learning rate at its peak")
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd and lars")
     nesterov: bool = Field(False, description="of sgd and lars")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="of adamw and lamb")
-    eps: float = Field(1e-8, gt=0, description="of adamw and lamb")
-    weight_decay: float = Field(0.0, ge=0, description="L2 of sgd and lars, decoupled in adamw and lamb")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="of adamw and lamb")
+    eps: float = Field(1e-8, ge=_SMALLEST, le=1, description="of adamw and lamb")
+    weight_decay: float = Field(0.0, ge=0, le=_LARGEST, description="L2 of sgd and lars, decoupled in adamw and lamb")
     decay_vectors: bool = Field(False, description="also let biases and norms decay")
-    trust: float = Field(0.001, gt=0, description="the trust coefficient of lars")
+    trust: float = Field(0.001, ge=_SMALLEST, le=_LARGEST, description="the trust coefficient of lars")
     options: dict[str, Any] = Field({}, description="further arguments of a torch:CLASS")
 
 
@@ -64,12 +77,12 @@ class LearningRate(Section):
     kind: Literal["constant", "poly", "cosine", "linear", "steps"] = Field(
         "constant", description="constant, poly, cosine, linear (between points), steps (times `factor` at each point)"
     )
-    warmup: float = Field(0.0, ge=0, description="epochs of linear growth before it")
+    warmup: Epoch = Field(0.0, description="epochs of linear growth; it multiplies what the kind gives, points of linear too")
     start: float = Field(0.0, ge=0, le=1, description="the factor that the warm-up starts from")
-    power: float = Field(2.0, gt=0, description="of poly")
-    points: tuple[float, ...] = Field((), description="epochs: corners of linear, falls of steps")
-    factors: tuple[float, ...] = Field((), description="of linear, one for each point")
-    factor: float = Field(0.1, gt=0, description="of steps")
+    power: float = Field(2.0, gt=0, le=100, description="of poly")
+    points: tuple[Epoch, ...] = Field((), description="epochs: corners of linear, falls of steps")
+    factors: tuple[Factor, ...] = Field((), description="of linear, one for each point")
+    factor: float = Field(0.1, ge=_SMALLEST, le=_LARGEST, description="of steps")
 
 
 class Roles(Section):
@@ -91,7 +104,7 @@ class LayerRoles(Roles):
 class Phase(Roles):
     """Formats from an epoch on; what is not named stays."""
 
-    epoch: int = Field(ge=0, description="the first epoch of the phase")
+    epoch: int = Field(ge=0, le=_MOST_EPOCHS, description="the first epoch of the phase")
     wire: str | None = Field(None, description="the format on the wire")
 
 
@@ -99,7 +112,7 @@ class Promote(Section):
     """Give a layer that overflows more room."""
 
     to: str = Field("fp32", description="the format that it gets, in all roles")
-    after: int = Field(1, ge=1, description="how many epochs with an overflow it takes")
+    after: int = Field(1, ge=1, le=_MOST_EPOCHS, description="how many epochs with an overflow it takes")
 
 
 class Switch(Section):
@@ -110,10 +123,13 @@ class Switch(Section):
         ("weights", "activations", "errors"), min_length=1, description="the roles that climb"
     )
     threshold: float = Field(
-        1.5, ge=1, description="a violation: the peak diversity since the last switch, over this epoch's, exceeds it"
+        1.5,
+        ge=1,
+        le=_LARGEST,
+        description="a violation: the peak diversity since the last switch, over this epoch's, exceeds it",
     )
-    patience: int = Field(2, ge=1, description="violations before a switch")
-    window: int = Field(5, ge=2, description="steps over which diversity is taken")
+    patience: int = Field(2, ge=1, le=_MOST_EPOCHS, description="violations before a switch")
+    window: int = Field(5, ge=2, le=_MOST_EPOCHS, description="steps over which diversity is taken")
 
 
 class ArithmeticSettings(Section):
@@ -121,7 +137,7 @@ class ArithmeticSettings(Section):
 
     multiply: str = Field("", description='the format of products; "": exact')
     kahan: bool = Field(False, description="compensate the rounding of sums")
-    chunk: int = Field(1, ge=1, description="products that are summed before their sum joins the whole")
+    chunk: int = Field(1, ge=1, le=1 << 20, description="products that are summed before their sum joins the whole")
     quire: bool = Field(False, description="exact sums, rounded once")
     rounding: str = Field("nearest", description="of products and sums")
     approximate: Literal["", "integer_add"] = Field("", description="integer_add: products by adding bits (arXiv 2012.03458)")
@@ -167,7 +183,7 @@ class Wire(Section):
     accumulate: str = Field("", description='the format of sums; "": the reduction\'s own')
     kahan: bool = Field(False, description="compensate the rounding of sums")
     error_feedback: bool = Field(False, description="add what rounding lost to the next gradient")
-    bucket_mb: float = Field(25.0, gt=0, description="megabytes of gradients that travel together")
+    bucket_mb: float = Field(25.0, ge=0.001, le=_LARGEST, description="megabytes of gradients that travel together")
 
 
 class Parallel(Section):
@@ -183,33 +199,39 @@ class Parallel(Section):
 class Checkpoints(Section):
     """How often the run is saved."""
 
-    every: int = Field(0, ge=0, description="steps between checkpoints (0: at the end of every epoch)")
-    keep: int = Field(2, ge=1, description="how many are kept")
+    every: int = Field(0, ge=0, le=_MOST_STEPS, description="steps between checkpoints (0: at the end of every epoch)")
+    keep: int = Field(2, ge=1, le=_MOST_STEPS, description="how many are kept")
 
 
 class Log(Section):
     """What is written down."""
 
-    every: int = Field(20, ge=1, description="steps between lines of metrics.jsonl")
+    every: int = Field(20, ge=1, le=_MOST_STEPS, description="steps between lines of metrics.jsonl")
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field((), description="tensorboard, wandb, trackio")
-    health: int = Field(0, ge=0, description="steps between samples of numeric health (0: none)")
+    health: int = Field(0, ge=0, le=_MOST_STEPS, description="steps between samples of numeric health (0: none)")
 
 
 class Recipe(Section):
     """Everything that decides what a run computes."""
 
-    name: str = Field("custom", min_length=1, pattern=r"^[\w.-]+$", description="names the run's directory")
+    name: str = Field(
+        "custom", min_length=1, max_length=LONGEST_NAME, pattern=r"^[\w.-]+$", description="names the run's directory"
+    )
     description: str = Field("", description="one line about it")
-    seed: int = Field(0, ge=0, description="of everything that is drawn")
-    epochs: int = Field(5, ge=1, description="passes over the training data")
-    batch: int = Field(256, ge=1, description="samples a step, over all ranks")
-    accumulate: int = Field(1, ge=1, description="micro-batches that each rank's share of a step is divided into")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="of everything that is drawn")
+    epochs: int = Field(5, ge=1, le=_MOST_EPOCHS, description="passes over the training data")
+    batch: int = Field(256, ge=1, le=_LARGEST_BATCH, description="samples a step, over all ranks")
+    accumulate: int = Field(
+        1, ge=1, le=_LARGEST_BATCH, description="micro-batches that each rank's share of a step is divided into"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the cross-entropy")
-    test_every: int = Field(1, ge=0, description="epochs between tests (0: only at the end)")
-    ranks: int = Field(1, ge=1, description="real processes (under torchrun: as many as it starts)")
-    virtual_ranks: int = Field(1, ge=1, description="ranks that one process stands in for")
+    test_every: int = Field(1, ge=0, le=_MOST_EPOCHS, description="epochs between tests (0: only at the end)")
+    ranks: int = Field(1, ge=1, le=1 << 16, description="real processes (under torchrun: as many as it starts)")
+    virtual_ranks: int = Field(1, ge=1, le=1 << 16, description="ranks that one process stands in for")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one")
-    threads: int = Field(0, ge=0, description="CPU threads a rank (0: the machine's cores divided by its ranks)")
+    threads: int = Field(
+        0, ge=0, le=1024, description="CPU threads a rank (0: OMP_NUM_THREADS, or the cores divided by the ranks)"
+    )
     deterministic: bool = Field(False, description="on CUDA: the same bits run after run (a CPU's always are)")
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()

@@ -6,6 +6,8 @@ know whether to stop (stop.py), so that they save, test and end together.
 
 import json
 import math
+import signal
+import tomllib
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,18 @@ from typing import Any
 import torch
 
 from lowp.health.audit import audit
+from lowp.tensor.lists.function import plain_because
 from lowp.train import saving
 from lowp.train.account import Account
 from lowp.train.cuda_settings import cuda_settings
 from lowp.train.divergence import DIVERGED, Diverged, bad_weight, first_not_finite
 from lowp.train.environment import environment
+from lowp.train.json_lines import read_lines
+from lowp.train.launch import DIVERGED as DIVERGED_CODE
+from lowp.train.launch import RanksFailed, is_rank, launch_run
 from lowp.train.outputs import Outputs
 from lowp.train.recipe import Recipe
-from lowp.train.rundir import RunDirectory
+from lowp.train.rundir import METRICS, RECIPE, RunDirectory, read_status
 from lowp.train.stop import Stop
 from lowp.train.toml import to_toml
 from lowp.train.trainer import Trainer
@@ -37,21 +43,33 @@ def run(
     data: Path | None = None,
     quiet: bool = False,
     world: World | None = None,
+    max_restarts: int = 0,
 ) -> dict[str, Any]:
-    """Train, or go on training, in this process; the `end` record (or, where the run was stopped, its last status).
+    """Train, or go on training; the `end` record (or, where the run was stopped, its last status).
 
-    A caller who makes several runs in the same processes joins a world once, hands it to each of them, and leaves it. (Ranks
-    that meet a second time under the launcher would find each other's old addresses in its store.)
+    With one rank, or as one of several that torchrun has started: in this process. Otherwise `recipe.ranks` processes are
+    started on this machine, as by `lowp train --ranks`, up to `max_restarts` times again when one dies; what they say appears
+    on this process's screen.
+
+    A caller who makes several runs in the same processes joins a world once, hands it to each of them, and leaves it: to start
+    processes takes seconds.
     """
+    if world is None and recipe.ranks > 1 and not is_rank():
+        code = launch_run(recipe, out, resume=resume, data=data, quiet=quiet, max_restarts=max_restarts)
+        return _outcome(code, out)
     joined = world
-    world = joined or World.join(recipe.device, recipe.threads, together=recipe.virtual_ranks)
+    asked = recipe.threads if joined is None else torch.get_num_threads()
+    world = joined or World.join(recipe.device, asked, together=recipe.virtual_ranks)
     recipe = recipe.model_copy(update={"ranks": world.ranks, "threads": torch.get_num_threads()})
     try:
+        _check_audit(recipe, world.device, resume)
         with ExitStack() as stack:
             stack.enter_context(cuda_settings(recipe, world.device))
             directory = _directory(world, recipe, out, resume)
             if directory is not None:
                 stack.enter_context(directory)
+            if not asked:
+                recipe = _with_recorded_threads(recipe, world, directory)
             try:
                 return _Run(recipe, world, directory, data, quiet, stack).train()
             except Exception as error:
@@ -61,6 +79,40 @@ def run(
     finally:
         if joined is None:
             world.leave()
+
+
+def _outcome(code: int, out: Path) -> dict[str, Any]:
+    """What ranks in processes of their own came to: the record, or the error, that they would have left in this process."""
+    status = read_status(out)
+    if code == 0:
+        return next(record for record in reversed(read_lines(out / METRICS)) if record["kind"] == "end")
+    if code > 128:
+        return {"kind": "stopped", "step": status["step"], "signal": signal.Signals(code - 128).name}
+    if code == DIVERGED_CODE:
+        raise Diverged(status["message"])
+    raise RanksFailed(f"a rank ended with exit code {code}: {status['message'] or 'what it said is above'}")
+
+
+def _with_recorded_threads(recipe: Recipe, world: World, directory: RunDirectory | None) -> Recipe:
+    """A run that goes on has the threads that it began with, whatever OMP_NUM_THREADS or another machine would give it now:
+    they decide the last bits of sums."""
+    recorded = b""
+    if directory is not None and directory.resumed:
+        recorded = str(tomllib.loads((directory.path / RECIPE).read_text()).get("threads", 0)).encode()
+    threads = int(world.tell(recorded if world.first else None) or 0)
+    if not threads:
+        return recipe
+    torch.set_num_threads(threads)
+    return recipe.model_copy(update={"threads": threads})
+
+
+def _check_audit(recipe: Recipe, device: torch.device, resume: bool) -> None:
+    """Known before the first step: without compiled kernels our optimizers compute in FP32 tensors, not in registers."""
+    if recipe.precision.audit and not resume and (why := plain_because(device)) is not None:
+        raise ValueError(
+            f"precision.audit: {why}; without kernels lowp.optim runs as plain operations, whose FP32 temporaries the audit "
+            "finds (to train without it: --set precision.audit=false)"
+        )
 
 
 def _directory(world: World, recipe: Recipe, out: Path, resume: bool) -> RunDirectory | None:
@@ -135,8 +187,7 @@ class _Run:
         if self.directory is not None:
             (self.directory.path / "audit.txt").write_text(f"{report}\n")
         if not report.clean:
-            first = report.findings[0]
-            raise ValueError(f"precision.audit: the first step made a tensor of 32 bits or more: {first.module} {first.line}")
+            raise ValueError(f"precision.audit: the first step is not free of tensors of 32 bits and more: {report.verdict}")
         self.outputs.say("audit: the first step made no tensor of 32 bits or more (audit.txt)")
 
     def _after_step(self) -> None:

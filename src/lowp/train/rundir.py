@@ -32,6 +32,7 @@ from lowp.train.json_lines import JsonLines as JsonLines
 from lowp.train.json_lines import read_lines as read_lines
 
 RECIPE, ENVIRONMENT, STATUS, LOCK = "recipe.toml", "environment.json", "status.json", "run.lock"
+METRICS = "metrics.jsonl"
 STATES = ("running", "finished", "stopped", "diverged", "failed")
 LOCK_SECONDS = 5.0  # what a killed process may need to go
 
@@ -50,7 +51,7 @@ class RunDirectory:
         self.path = path
         self.resumed = resumed
         self.checkpoints = path / "checkpoints"
-        self.metrics = path / "metrics.jsonl"
+        self.metrics = path / METRICS
         self.health = path / "health.jsonl"
         self._lock = lock
 
@@ -61,12 +62,12 @@ class RunDirectory:
         What is refused is left as it was. A resumed run keeps its recipe.toml; whether today's recipe fits it is the caller's
         question.
         """
-        _check(path, resume)
+        check_directory(path, resume)
         with explained(RunError, f"create {path}"):
             make_directory(path)
         lock = _take_lock(path / LOCK)
         try:
-            _check(path, resume)  # two may have begun at once, and the other had the lock first
+            check_directory(path, resume)  # two may have begun at once, and the other had the lock first
             run = cls(path, lock, resumed=(path / RECIPE).exists())
             run._begin(recipe_toml, environment)
         except BaseException:
@@ -86,7 +87,7 @@ class RunDirectory:
 
     def status(self) -> dict[str, Any]:
         """`state`, `step`, `epoch` and `message`, as they were last set."""
-        return {"state": "running", "step": 0, "epoch": 0.0, "message": ""} | _read_object(self.path / STATUS)
+        return read_status(self.path)
 
     def set_status(
         self,
@@ -118,6 +119,11 @@ class RunDirectory:
         self.close()
 
 
+def read_status(path: Path) -> dict[str, Any]:
+    """`state`, `step`, `epoch` and `message` of the run in a directory, whoever has it."""
+    return {"state": "running", "step": 0, "epoch": 0.0, "message": ""} | _read_object(path / STATUS)
+
+
 def next_directory(root: Path, name: str) -> Path:
     """The first free one of runs/aps8-001, runs/aps8-002, ... It is made, so that two who ask at once get two."""
     if not name or name.startswith(".") or "/" in name:
@@ -136,7 +142,7 @@ def next_directory(root: Path, name: str) -> Path:
             return path
 
 
-def _check(path: Path, resume: bool) -> None:
+def check_directory(path: Path, resume: bool) -> None:
     """Whether a run may have this directory: none, an empty one, one where a run was about to begin, or a run to resume."""
     if not os.path.lexists(path):
         return

@@ -3,6 +3,9 @@
 A signal reaches ranks at different moments, in different steps. At the beginning of a step every rank says whether it has been
 asked to stop, and at its end reads the answer of all: the message travels while the step computes. Short steps are not worth a
 message each: with it ranks agree on how many steps later they ask again, so that they do some ten times a second.
+
+SIGINT ends a process at once until its first step is done: there is nothing to save, and that step may build kernels for a
+minute.
 """
 
 import signal
@@ -15,7 +18,6 @@ import torch.distributed as dist
 
 from lowp.train.world import named_failure
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BETWEEN = 0.1  # seconds between two questions, about
 MOST = 64  # steps
 
@@ -33,9 +35,14 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Stop":
-        for each in SIGNALS:
-            self._before[each] = signal.signal(each, self._asked)
+        self._listen(signal.SIGTERM)
+        if isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Stop):
+            self._listen(signal.SIGINT)  # instead of the one around this one
         return self
+
+    def _listen(self, each: signal.Signals) -> None:
+        if each not in self._before:
+            self._before[each] = signal.signal(each, self._asked)
 
     def __exit__(self, *exception: object) -> None:
         for each, handler in self._before.items():
@@ -43,7 +50,7 @@ class Stop:
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         if self.by is not None and self._group is None and number == signal.SIGINT:
-            raise KeyboardInterrupt  # asked twice: now. (With several ranks the launcher repeats the terminal's signal.)
+            raise KeyboardInterrupt  # asked twice: now. (Of several ranks, the launcher ends all.)
         self.by = signal.Signals(number)
 
     def ask(self) -> None:
@@ -65,6 +72,7 @@ class Stop:
 
     def agreed(self) -> signal.Signals | None:
         """At its end: the signal after which all ranks stop here."""
+        self._listen(signal.SIGINT)
         if self._group is None:
             return self.by
         if self._pending is None:

@@ -14,6 +14,8 @@ from lowp.train.keys import BARE, Path, written
 from lowp.train.mistakes import RecipeError
 from lowp.train.recipe import LayerRoles, Phase, Promote, Recipe, Section, Switch
 
+DEEPEST = 16  # tables and lists inside one another; the schema itself has 5
+_MOST_BITS = 128  # of a whole number
 _WIDTH = 116  # of lines, as far as values allow
 _HEADING = (
     "A recipe is everything that decides what a run computes. Train it with `lowp train FILE.toml`. A key that is left out has "
@@ -35,20 +37,37 @@ def to_toml(recipe: Recipe, comments: bool = True) -> str:
 
 def plain(value: Any, path: Path = ()) -> Any:
     """Sections as dictionaries, tuples as lists: what JSON and TOML can say. Anything else is refused."""
+    if len(path) > DEEPEST:
+        raise RecipeError(f"{written(path[:2])}: tables and lists are nested more than {DEEPEST} deep")
     if isinstance(value, Section):
         return {name: plain(getattr(value, name), (*path, name)) for name in type(value).model_fields}
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
                 raise RecipeError(f"{written(path)}: keys are strings, not {key!r}")
+            if not _is_unicode(key):
+                raise RecipeError(f"{written(path)}: the key {key!a:.60} is not text in UTF-8")
         return {key: plain(entry, (*path, key)) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(entry, (*path, index)) for index, entry in enumerate(value)]
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise RecipeError(f"{written(path)}: whole numbers have at most {_MOST_BITS} bits, not {value.bit_length()}")
+    if isinstance(value, str) and not _is_unicode(value):
+        raise RecipeError(f"{written(path)}: {value!a:.60} is not text in UTF-8")
     if value is None or isinstance(value, (str, int, float)):
         return value
     raise RecipeError(
         f"{written(path)}: a recipe holds text, numbers, true and false, lists and tables, not {type(value).__name__}"
     )
+
+
+def _is_unicode(text: str) -> bool:
+    """Is it text, or also half of a character? (What the shell passes on and is not UTF-8 becomes such halves.)"""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _Writer:

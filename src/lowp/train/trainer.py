@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.optim.loss_scale import LossScale
@@ -27,14 +26,16 @@ from lowp.train.check import check_model
 from lowp.train.data import open_data
 from lowp.train.data.base import Request
 from lowp.train.data.order import epoch_order, shares
+from lowp.train.data.wrappers import chosen
 from lowp.train.divergence import DIVERGED
 from lowp.train.exchange import Exchange, Placed, exchange_for
 from lowp.train.learning_rate import factor_of
+from lowp.train.loss import CrossEntropy
 from lowp.train.models import build_model
 from lowp.train.numerics import Numerics, stored_dtype, wire_settings
 from lowp.train.optimizers import master_weights_for, optimizer_for
 from lowp.train.parallel import Placement, RealTeam, VirtualTeam, pipeline_model, split_model
-from lowp.train.plugins import load_plugin
+from lowp.train.plugins import blamed, load_plugin
 from lowp.train.randomness import seed_of, seed_torch
 from lowp.train.recipe import Recipe
 from lowp.train.world import World
@@ -57,12 +58,15 @@ class Trainer:
         if self.placement is not None:
             self.model = self.placement.module
         self.numerics = Numerics(recipe, self.model, world)
+        if not self.parameters:
+            raise ValueError(f"{self._model_name} has no parameter that is trained")
         self.optimizer = optimizer_for(recipe, self.parameters)
         self.master = master_weights_for(recipe, self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.factor = factor_of(recipe.learning_rate, self.steps_per_epoch, self.steps)
         self.loss_scale = self._loss_scale()
         self.exchange = self._exchange()
+        self._cross_entropy = CrossEntropy(recipe.model.name, recipe.data.name, self.data.classes)
         self._forward = torch.compile(self.model) if recipe.model.compile else self.model
         self._filter = load_plugin(recipe.data.filter, "data.filter") if recipe.data.filter else None
         self._buffers = list(self.model.buffers())
@@ -74,6 +78,10 @@ class Trainer:
         self._counted = 0  # steps in these sums
         self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
         self._streamed: tuple[int, int] | None = None  # the (step, rank) that the stream gives next
+
+    @property
+    def _model_name(self) -> str:
+        return f"model {self.recipe.model.name!r}"
 
     def _build_model(self) -> torch.nn.Module:
         settings = self.recipe.model
@@ -169,7 +177,7 @@ class Trainer:
             seed_torch(seed_of(recipe.seed, "forward", self.step, rank, micro), self.world.device)
             if self._filter is not None:
                 keep = self._filter(self.model, inputs, targets)
-                inputs, targets = inputs[keep], targets[keep]
+                inputs, targets = chosen(keep, inputs, targets, recipe.data.filter)
             if micro == recipe.accumulate - 1:
                 last()
             if targets.numel():
@@ -182,13 +190,19 @@ class Trainer:
         if self.placement is not None:
             return self.placement.forward_backward(inputs, targets, partial(self._loss, place), self._scaled)
         with self._autocast():
-            loss = self._loss(place, self._forward(inputs), targets)
+            loss = self._loss(place, self._outputs(inputs), targets)
         self._scaled(loss).backward()
         return loss.detach()
 
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        """What the model makes of a batch; what goes wrong inside is the model's error, in one line."""
+        with blamed(self._model_name):
+            return self._forward(inputs)
+
     def _loss(self, place: int, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
         self._correct[place].add_((logits.detach().argmax(-1) == targets).sum())
-        return cross_entropy(logits, targets, self.recipe.label_smoothing)
+        return loss
 
     def _scaled(self, loss: Tensor) -> Tensor:
         share = loss / self.recipe.accumulate if self.recipe.accumulate > 1 else loss
@@ -272,7 +286,7 @@ class Trainer:
         for i, (inputs, targets) in zip(mine, self.data.test.stream(asked), strict=True):
             self.numerics.begin(self.step, i)  # noise of a test batch is its own, whoever computes it
             logits = self._predict(self._laid_out(inputs))
-            loss, correct = cross_entropy(logits, targets, 0.0), (logits.argmax(-1) == targets).sum()
+            loss, correct = self._cross_entropy(logits, targets, 0.0), (logits.argmax(-1) == targets).sum()
             table[i] = torch.tensor([float(loss) * targets.numel(), int(correct), targets.numel()], dtype=torch.float64)
         total = self.world.sum(table) if dealt else table
         losses, correct, predictions = (sum(column.tolist()) for column in total.unbind(1))
@@ -282,7 +296,7 @@ class Trainer:
         if self.placement is not None:
             return self.placement.evaluate(inputs)
         with self._autocast():
-            return self._forward(inputs)
+            return self._outputs(inputs)
 
     def state(self) -> dict[str, Any]:
         """What all ranks share."""
@@ -327,11 +341,6 @@ class Trainer:
 
     def close(self) -> None:
         self.exchange.close()
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """The mean over all predictions: of images one each, of text one for each character."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=smoothing)
 
 
 def _is_number(kind: str | float) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowp.train.rendezvous import attempt, choose_interface, store_of_ranks
 from lowp.wire.faults import CollectiveError
 
 TIMEOUT = timedelta(minutes=10)  # of a collective; a rank may have to build kernels first
@@ -32,13 +33,13 @@ class World:
 
         Args:
             device: "cpu", "cuda" or "auto".
-            threads: of each rank, 0 for the machine's cores divided by the ranks that share them. How sums are divided among
-                threads decides their last bits, so `together` virtual ranks get what as many real ones on this machine would.
+            threads: of each rank, 0 for the usual number (`threads_of_a_rank`). How sums are divided among threads decides
+                their last bits, so `together` virtual ranks get what as many real ones on this machine would.
         """
         rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         chosen = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
-        torch.set_num_threads(threads or default_threads(max(here, together)))
+        torch.set_num_threads(threads_of_a_rank(threads, max(here, together)))
         place = torch.device(chosen)
         if chosen == "cuda":
             place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -117,9 +118,8 @@ def _meet(rank: int, ranks: int, device: torch.device) -> None:
 
     The launcher keeps one store through its restarts; under the old names ranks would find addresses of the dead.
     """
-    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    here = dist.PrefixStore(f"lowp/{attempt}/{next(_meetings)}", store)
+    choose_interface()
+    here = dist.PrefixStore(f"lowp/{attempt()}/{next(_meetings)}", store_of_ranks(TIMEOUT))
     on_cuda = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
@@ -140,9 +140,17 @@ def named_failure(doing: str) -> Iterator[None]:
         raise CollectiveError(f"{doing} failed: another rank has gone, or is stuck ({error})") from error
 
 
-def default_threads(ranks: int) -> int:
-    """Cores that this process may use, divided by the ranks that share them."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+def threads_of_a_rank(recipe: int, sharing: int) -> int:
+    """What the recipe says; if it says 0, OMP_NUM_THREADS; without that, this process's cores divided by the ranks that share
+    them. (torchrun sets OMP_NUM_THREADS=1 where nobody else has set it, and says so.)"""
+    if recipe:
+        return recipe
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP allows a number for each nested level
+    if asked:
+        if not asked.isdecimal() or int(asked) == 0:
+            raise ValueError(f"OMP_NUM_THREADS is {os.environ['OMP_NUM_THREADS']!r}, not a number of threads")
+        return int(asked)
+    return max(1, len(os.sched_getaffinity(0)) // sharing)
 
 
 def _tensor(message: bytes) -> Tensor:

@@ -115,7 +115,7 @@ class Codec:
             header.copy_(peak)
         if numbers.device.type == "cpu":
             self._put_shifted(numbers, 0, noise, out[:length])
-        elif swift.can_encode(self.format, self.rounding, 0) and self.format.bits == 4:
+        elif swift.can_encode(self.format, self.rounding) and self.format.bits == 4:
             one = torch.ones(1, device=numbers.device) if factor is None else factor
             swift.pack_scaled(numbers, self.format, one, out[:length])  # type: ignore[arg-type]  # no block format
         else:
@@ -192,12 +192,13 @@ class Codec:
 
     def _put_shifted(self, numbers: Tensor, shift: int, noise: Noise | None, out: Tensor) -> None:
         """Codes of `numbers * 2^shift`, on a CPU: in one pass where that can be."""
-        if swift.can_encode(self.format, self.rounding, shift):
+        swiftly = swift.can_encode(self.format, self.rounding)
+        if shift and not (swiftly and abs(shift) <= swift.LIMIT):
+            numbers, shift = torch.mul(numbers, 2.0**shift, out=scratch(numbers.numel(), torch.float32)), 0
+        if swiftly:
             swift.encode_shifted(numbers, self.format, shift, out)  # type: ignore[arg-type]  # no block format
-            return
-        if shift:
-            numbers = torch.mul(numbers, 2.0**shift, out=scratch(numbers.numel(), torch.float32))
-        put(numbers, self.format, self.rounding, noise if self.stochastic else None, out)
+        else:
+            put(numbers, self.format, self.rounding, noise if self.stochastic else None, out)
 
     def _scaled_blocks(self, numbers: Tensor, header: Tensor) -> Tensor:
         filled = torch.nn.functional.pad(numbers, (0, -numbers.numel() % self.scale.block)).view(-1, self.scale.block)

@@ -16,7 +16,7 @@ from lowp.wire.plan import Layer
 from lowp.wire.pump import Pump
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import Meter, Report, ring_bytes
-from lowp.wire.scaling import NONFINITE
+from lowp.wire.scaling import NONFINITE, warn_of_headroom
 from lowp.wire.settings import Settings
 from lowp.wire.warm_up import warm_up
 
@@ -56,6 +56,8 @@ def all_reduce(
         raise RuntimeError("lowp.all_reduce needs torch.distributed: call torch.distributed.init_process_group first")
     communicator = communicator_for(group, tensor.device)
     _agree_once(communicator, f"{chosen.describe()} op={op} elements={tensor.numel()} dtype={tensor.dtype} step={step}")
+    if communicator.rank == 0:
+        warn_of_headroom(chosen.formats, communicator.world)
     reduction = chosen.reduction
     if reduction == "auto":
         reduction = choose(communicator, chosen, tensor.device)
@@ -94,7 +96,7 @@ def _agree_once(communicator: Communicator, said: str) -> None:
 
 
 def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, communicator: Communicator, step: int) -> Report:
-    layer = Layer("tensor", tensor.numel(), settings.codec("tensor", 1, False, step), 0)
+    layer = Layer("tensor", tensor.numel(), settings.codec(["tensor"], 1, False, step), 0)
     if tensor.numel() >= SMALL:
         warm_up({layer.codec}, tensor.device)
     flat = tensor.detach().contiguous().view(-1)

@@ -86,13 +86,14 @@ def agree(parent: Any, mine: str, what: str) -> None:
         raise explain(error, f"comparing {what}", "", parent, ours=False) from error
     for rank, other in enumerate(said):
         if other != said[0]:
-            raise ValueError(f"ranks disagree on {what}: {_difference(0, said[0], rank, other)}")
+            ours, theirs = differing(said[0], other)
+            raise ValueError(f"ranks disagree on {what}: rank 0 has {ours}, rank {rank} has {theirs}")
 
 
-def _difference(first: int, ours: str, second: int, theirs: str) -> str:
-    """Only what differs, if both have the same number of words."""
+def differing(ours: str, theirs: str) -> tuple[str, str]:
+    """Only the words that differ, if both have the same number of words."""
     left, right = ours.split(), theirs.split()
     if len(left) == len(right):
         pairs = [(a, b) for a, b in zip(left, right, strict=True) if a != b]
-        ours, theirs = " ".join(a for a, _ in pairs), " ".join(b for _, b in pairs)
-    return f"rank {first} has {ours}, rank {second} has {theirs}"
+        return " ".join(a for a, _ in pairs), " ".join(b for _, b in pairs)
+    return ours, theirs

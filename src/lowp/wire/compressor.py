@@ -1,7 +1,7 @@
 """Gradients of a model, compressed step after step: what the hooks of DDP and a training loop of one's own have in common."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,15 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowp.version import __version__
-from lowp.wire.auto import choose
+from lowp.wire.auto import best_for, choose
+from lowp.wire.codec import Codec
 from lowp.wire.communicator import Communicator, agree
 from lowp.wire.courier import Courier, Parcel
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import Meter, Report, ring_bytes
-from lowp.wire.scaling import NONFINITE
+from lowp.wire.scaling import NONFINITE, warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
+from lowp.wire.state import Owner
 from lowp.wire.warm_up import warm_up
 
 
@@ -25,39 +27,47 @@ class Compressor:
     """Reduces named gradients over a group.
 
     Args:
-        shapes: of the parameters, by name, in the model's order.
+        parameters: in the model's order: `model.named_parameters()`, or other pairs of a name and a tensor or a shape, or a
+            dict of them.
         format, options: how they travel, as for `lowp.compress_gradients`.
         group: the ranks, all of them by default.
         device: where the gradients are.
+        names: all names of parameters that have several (`lowp.wire.naming.all_names(model)`): patterns may name any of them.
 
-    >>> compressor = lowp.Compressor({name: p.shape for name, p in model.named_parameters()}, "e5m2", scale="aps")
+    >>> compressor = lowp.Compressor(model.named_parameters(), "e5m2", scale="aps")
     >>> means = compressor.reduce({name: p.grad for name, p in model.named_parameters()})
     """
 
     def __init__(
         self,
-        shapes: Mapping[str, torch.Size],
+        parameters: "Mapping[str, Shaped] | Iterable[tuple[str, Shaped]]",
         format: "Scheduled | Settings",
         *,
         group: Any = None,
         device: "torch.device | str" = "cpu",
+        names: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         settings = format if isinstance(format, Settings) else Settings.of(format, **options)
         device = torch.device(device)
-        self._parameters = Parameters(shapes, settings)
+        shapes, self._dtypes = _read(parameters)
+        self._shapes = shapes
+        self._parameters = Parameters(shapes, settings, names)
         self.settings = settings
-        if unmatched := settings.unmatched(shapes):
+        if unmatched := settings.unmatched(shapes if names is None else names):
             raise ValueError(f"no parameter is called like {', '.join(map(repr, unmatched))}; there are {_some(shapes)}")
         self.state = State()
-        warm_up(
-            {self._parameters.codec(name, 0) for name in shapes}, device
-        )  # before the ranks meet, so that nobody waits for a compiler
+        self._device = device
+        world = dist.get_world_size(group)
+        if world < 1:
+            raise ValueError("this rank is not in the group")
+        self._warm_up(self._parameters.known_codecs, world)  # before the ranks meet
         self._communicator = Communicator(group, device)
         parent = self._communicator.parent
-        self._device = device
         try:
             agree(parent, f"version={__version__} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
+            if self._communicator.rank == 0:
+                warn_of_headroom(settings.formats, self._communicator.world)
             self._reduction = self._choose()
         except Exception as error:  # the group is not lost: the next one may have it
             self._communicator.close(failed=not isinstance(error, ValueError))
@@ -71,8 +81,8 @@ class Compressor:
         self._last_step = Report()
         self._marks: list[tuple[tuple[str, ...], Tensor]] = []
         self._buckets: list[tuple[str, ...]] = []
+        self._layouts: list[tuple[int, list[tuple[str, ...]]]] = []  # buckets, and from which step on they were these
         self._sent = self._communicator.link.bytes_sent
-        self.buckets: list[list[str]] = []  # names of the last step's gradients, bucket by bucket
 
     @property
     def compresses(self) -> bool:
@@ -86,6 +96,25 @@ class Compressor:
     @property
     def parent(self) -> Any:
         return self._communicator.parent
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """Names of the last step's gradients, bucket by bucket."""
+        return [list(names) for names in self._layouts[-1][1]] if self._layouts else []
+
+    def buckets_at(self, step: int) -> list[list[str]]:
+        """Names of a step's gradients, bucket by bucket, of any step that this object has done."""
+        found = [layout for first, layout in self._layouts if first <= step]
+        if not found or step >= self.state.step:
+            done = f"steps {self._layouts[0][0]} to {self.state.step - 1} were" if self._layouts else "no step was"
+            raise ValueError(f"the buckets of step {step} are not known here: {done} done")
+        return [list(names) for names in found[-1]]
+
+    def _warm_up(self, codecs: Iterable[Codec], world: int) -> None:
+        """Build the kernels, so that nobody waits for a compiler later."""
+        reduction = self.settings.reduction
+        reduction = reduction if isinstance(reduction, Reduction) else best_for(world)
+        warm_up(codecs, self._device, self.settings, reduction, world, len(self._shapes), self._dtypes)
 
     def _choose(self) -> Reduction | None:
         if self.settings.reduction == "auto":
@@ -106,6 +135,8 @@ class Compressor:
             return future
         meter, step, number = self._meter, self.state.step, len(self._buckets)
         layers = self._parameters.layers(names, step)
+        if self.settings.scheduled:  # a function of the step may say a format that was not known
+            self._warm_up({layer.codec for layer in layers}, self.world)
         assert self._reduction is not None
         exchange = BucketExchange(
             flat,
@@ -126,8 +157,9 @@ class Compressor:
 
     def step_done(self) -> None:
         """All gradients of a step are submitted: what comes next belongs to the next step."""
-        self.buckets = [list(names) for names in self._buckets]
-        self._buckets.clear()
+        if not self._layouts or self._layouts[-1][1] != self._buckets:
+            self._layouts.append((self.state.step, self._buckets))
+        self._buckets = []
         self.state.step += 1
 
     def step_arrived(self, parameters: Iterable[Tensor]) -> None:
@@ -194,12 +226,28 @@ class Compressor:
         self.step_arrived([])
         return {name: results[name] for name in gradients}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The step and, by parameter, residuals and scales. Residuals are this rank's own: every rank saves its own."""
-        return self.state.state_dict()
+    @property
+    def _owner(self) -> Owner:
+        delayed = any(codec.scale.kind == "aps_delayed" for codec in self._parameters.known_codecs)
+        link, settings = self._communicator.link, self.settings
+        return Owner(link.rank, link.world, self._shapes, settings.describe_codec(), settings.error_feedback, delayed)
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.state.load_state_dict(saved, self._device)
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The step, error feedback's residuals and delayed scales (state.py says in which form).
+
+        Residuals are this rank's own. With `all_ranks`, which all ranks must call, they are every rank's.
+        """
+        saved = self._owner.save(self.state.step, self.state.residuals, self.state.bounds, self._device)
+        return self._owner.gather(saved, self.parent) if all_ranks else saved
+
+    def load_state_dict(self, saved: Mapping[str, Any], step_only: bool = False) -> None:
+        """Take what `state_dict` gave; a ValueError says what does not fit, before anything is changed.
+
+        With `step_only` residuals and delayed scales are left out: after a change of format, or of the number of ranks.
+        """
+        step, residuals, bounds = self._owner.load(saved, step_only)
+        self.state.load_state_dict({"step": step, "residuals": residuals, "bounds": bounds}, self._device)
+        self._layouts.clear()
 
     def close(self) -> None:
         self._courier.close()
@@ -209,6 +257,36 @@ def _forget(parameters: Iterable[Tensor]) -> None:
     """Optimizers pass over parameters without a gradient: the step does not happen."""
     for parameter in parameters:
         parameter.grad = None
+
+
+Shaped = Tensor | Sequence[int]  # a shape, or what has one
+
+
+def _read(parameters: Any) -> tuple[dict[str, torch.Size], set[torch.dtype]]:
+    """Shapes by name, and the dtypes: where shapes alone are given, float32."""
+    wanted = "lowp.Compressor takes model.named_parameters(), or a dict or pairs of names and shapes"
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.named_parameters()
+    if not isinstance(parameters, (Mapping, Iterable)) or isinstance(parameters, (str, Tensor)):
+        raise TypeError(f"{wanted}, not {type(parameters).__name__}")
+    found: dict[str, torch.Size] = {}
+    dtypes: set[torch.dtype] = set()
+    for entry in parameters.items() if isinstance(parameters, Mapping) else parameters:
+        if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], str):
+            raise TypeError(f"{wanted}; an entry here is {_kind(entry)}, which has no name")
+        name, shaped = entry
+        shape = shaped.shape if isinstance(shaped, Tensor) else shaped
+        if not isinstance(shape, Sequence) or not all(isinstance(length, int) for length in shape):
+            raise TypeError(f"{wanted}; {name!r} comes with {_kind(shaped)}")
+        if name in found:
+            raise ValueError(f"two parameters are called {name!r}")
+        found[name] = torch.Size(shape)
+        dtypes.add(shaped.dtype if isinstance(shaped, Tensor) else torch.float32)
+    return found, dtypes
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:50]
 
 
 def _digest(shapes: Mapping[str, torch.Size]) -> str:

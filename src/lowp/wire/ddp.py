@@ -6,9 +6,12 @@ Two things cannot be done there, and are done at the very end of backward, after
 - raising an error (an exception in a future reaches the user as "Unable to cast ... to Tensor", one in the hook breaks DDP);
 - skipping a step that was not finite: gradients become None, and optimizers pass over them.
 
-So every future resolves, always, and a callback that is queued from a callback comes after DDP's.
+So every future resolves, always, and a callback that is queued from a callback comes after DDP's. (Within `ddp.join()` a rank
+without inputs calls the hook outside of any backward; there the hook itself waits for the last bucket, and may raise.)
 """
 
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,32 +22,43 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowp.wire.collectives import check_gradient
 from lowp.wire.compressor import Compressor
+from lowp.wire.naming import all_names
 from lowp.wire.replicas import check_replicas
 from lowp.wire.report import Report
 from lowp.wire.settings import Settings
+from lowp.wire.state import AllRanks
 
 
 class Handle:
-    """What `compress_gradients` returns: figures, state, and the way back."""
+    """What `compress_gradients` returns: figures, state, and the way back.
 
-    def __init__(self, ddp: DistributedDataParallel, compressor: Compressor, check_replicas: bool) -> None:
-        self._ddp = ddp
+    It is a Stateful of torch.distributed.checkpoint: `dcp.save({"wire": handle, ...})`.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, compressor: Compressor, switch: "_Switch", check_replicas: bool) -> None:
+        self._ddp = weakref.ref(ddp)  # the model's reducer keeps us, and would keep the model, which keeps the reducer
+        self._parameters = _synchronised(ddp)
         self._compressor = compressor
+        self._switch = switch
         self._check_replicas = check_replicas
-        self._names = {id(parameter): name for name, parameter in _synchronised(ddp).items()}
-        self._expected = len(self._names)
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._seen = 0
-        self._removed = False
+        self._waiting: list[torch.futures.Future[Tensor]] = []
+        self._refusal: str | None = None
 
     @property
     def compresses(self) -> bool:
         """False where `reduction="auto"` found that compression does not pay, and after `remove`."""
-        return self._compressor.compresses and not self._removed
+        return self._switch.handle is self
 
     @property
     def buckets(self) -> list[list[str]]:
         """Names of the parameters, bucket by bucket, as the last step sent them."""
         return self._compressor.buckets
+
+    def buckets_at(self, step: int) -> list[list[str]]:
+        """The same for an earlier step. DDP lays gradients into other buckets after the first step."""
+        return self._compressor.buckets_at(step)
 
     @property
     def step(self) -> int:
@@ -58,39 +72,110 @@ class Handle:
         """The figures of all steps so far."""
         return self._compressor.total()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The step, error feedback's residuals and delayed scales, by parameter. Residuals differ: every rank saves its own."""
-        return self._compressor.state_dict()
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The step, error feedback's residuals and delayed scales, by parameter (state.py says in which form).
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self._compressor.load_state_dict(saved)
+        Residuals differ between ranks: every rank saves its own. With `all_ranks`, which all ranks must call, every rank gets
+        all of them (in host memory): then it is enough that one rank saves.
+        """
+        return self._compressor.state_dict(all_ranks)
+
+    def load_state_dict(self, saved: Mapping[str, Any], step_only: bool = False) -> None:
+        """Take what `state_dict` gave. A ValueError says what does not fit; then nothing is changed.
+
+        With `step_only` residuals and delayed scales are left out: after a change of format, or of the number of ranks.
+        """
+        self._compressor.load_state_dict(saved, step_only)
+
+    @property
+    def all_ranks(self) -> AllRanks:
+        """The same state for those who save what one rank gives: its `state_dict()` has the residuals of all ranks."""
+        return AllRanks(self)
 
     def remove(self) -> None:
-        """Stop compressing: gradients travel as DDP sends them, the thread ends, the group is given back."""
-        if not self._removed:
-            self._removed = True
-            self._compressor.close()
+        """Stop compressing: gradients travel as DDP sends them, the thread ends, the group is given back.
+
+        The model can be compressed again, in another format.
+        """
+        if self._switch.handle is self:
+            self._switch.handle = None
+        self._compressor.close()
 
     def _hook(self, bucket: Any) -> "torch.futures.Future[Tensor]":
-        if not self.compresses:
-            return allreduce_hook(self._compressor.parent, bucket)
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-        future = self._compressor.submit(bucket.buffer(), names)
+        buffer = bucket.buffer()
+        if self._seen == 0:
+            self._refusal = self._cannot_join()
         self._seen += len(names)
-        if self._seen == self._expected:
-            self._seen = 0
-            self._compressor.step_done()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(self._arrived))
+        if self._refusal is None:
+            future = self._compressor.submit(buffer, names)
+        else:
+            future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+            future.set_result(buffer)
+        self._waiting.append(future)
+        if self._seen == len(self._names):
+            self._all_sent()
         return future
 
-    def _arrived(self) -> None:
-        parameters = _synchronised(self._ddp)
-        self._compressor.step_arrived(parameters.values())
+    def _cannot_join(self) -> str | None:
+        """What is wrong with this step within `ddp.join()`. All ranks find the same, before anything is sent."""
+        ddp = self._ddp()
+        if ddp is None or not ddp._join_config.enable:
+            return None
+        if not ddp._divide_by_initial_world_size:
+            return (
+                "compressed gradients are divided by the number of all ranks, also of those that have joined: "
+                "call ddp.join(divide_by_initial_world_size=True)"
+            )
         if self._check_replicas:
-            gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            check_replicas({name: p.data for name, p in parameters.items()}, self._compressor.parent)
+            return (
+                "check_replicas=True cannot be used within ddp.join(): a rank that has joined no longer updates its parameters"
+            )
+        return None
+
+    def _all_sent(self) -> None:
+        """The last bucket of a step is on its way. When all have arrived, `_arrived` may raise."""
+        waiting, self._waiting, self._seen = self._waiting, [], 0
+        if self._refusal is None:
+            self._compressor.step_done()
+        if torch._C._current_graph_task_id() != -1:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(self._arrived))
+            return
+        # No backward is running: this rank has no inputs left (ddp.join) and sends zeros to match what the others send.
+        torch.futures.wait_all(waiting)
+        self._arrived()
+
+    def _arrived(self) -> None:
+        if self._refusal is not None:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            raise ValueError(self._refusal)
+        self._compressor.step_arrived(self._parameters.values())
+        if self._check_replicas:
+            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            check_replicas({name: p.data for name, p in self._parameters.items()}, self._compressor.parent)
             check_replicas(gradients, self._compressor.parent, "gradient of")
+
+
+class _Switch:
+    """The state of the one hook that a model gets from us. DDP takes one hook and never gives it back, so the hook stays.
+
+    It asks here who carries a bucket: a handle, or, after `remove`, nobody; then gradients travel as DDP sends them.
+
+    A copy of the model (deepcopy, torch.save and torch.load, AveragedModel) has a reducer of its own, which has no hook. That
+    is so for torch's hooks as well. What is copied of the switch is off; `compress_gradients` takes the copy as a new model.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.handle: Handle | None = None
+
+    def __reduce__(self) -> tuple[type["_Switch"], tuple[()]]:
+        return _Switch, ()
+
+
+_switches: "weakref.WeakKeyDictionary[DistributedDataParallel, _Switch]" = weakref.WeakKeyDictionary()
 
 
 def compress_gradients(
@@ -114,7 +199,8 @@ def compress_gradients(
     """Let a DistributedDataParallel model send its gradients in `format`.
 
     Args:
-        ddp: the model. All ranks call this, with the same arguments; it is an error that names both if they do not.
+        ddp: the model, or torch.compile's wrapper around it. All ranks call this, with the same arguments; it is an error that
+            names both if they do not.
         format: "e5m2", "e4m3fn", "int8", "e2m1fn" (4 bits), "posit8", "mxfp4", "topk:0.01", any format of up to 16 bits; or a
             schedule: {0: "fp16", 500: "e5m2"} (from which step on), or a function of the step.
         scale: "none", "aps" (Auto Precision Scaling: per layer, agreed between ranks), "aps_delayed" (last step's), "local"
@@ -124,7 +210,8 @@ def compress_gradients(
             nodes of k ranks, "hybrid" (by size), or "auto": two_shot (on two ranks one_shot) if a measurement at start finds
             it faster than float32, else no compression.
         rounding: any of lowp's; "stochastic" takes `seed`.
-        skip: what stays in float32: "1d" (biases and norms), "last", or name patterns such as "*.embedding.*".
+        skip: what stays in float32: "1d" (biases and norms), "last" (the last layer that has a matrix), or name patterns such
+            as "*.embedding.*". A tied parameter is found by any of its names.
         layers: formats of their own, by name pattern: {"last": "fp16", "*.attention.*": "e4m3fn"}. The first match counts.
         accumulate: the format of sums. Default: float32 in two_shot and inside nodes, else the wire's own format.
         kahan: compensate the rounding of sums.
@@ -139,8 +226,7 @@ def compress_gradients(
 
     Returns a handle: `report()` for the last step, `total()`, `state_dict()`, `remove()`.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {type(ddp).__name__}")
+    ddp = _checked(ddp)
     settings = Settings.of(
         format,
         scale=scale,
@@ -165,21 +251,37 @@ def compress_gradients(
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) != 1:
         raise ValueError(f"all parameters must be on one device, not on {', '.join(map(str, devices))}")
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    compressor = Compressor(shapes, settings, group=ddp.process_group, device=devices.pop())
-    handle = Handle(ddp, compressor, check_replicas)
+    names = all_names(ddp.module)
+    compressor = Compressor(parameters, settings, group=ddp.process_group, device=devices.pop(), names=names)
+    switch = _switches.get(ddp) or _Switch(ddp.process_group)
+    handle = Handle(ddp, compressor, switch, check_replicas)
     if not compressor.compresses:
         return handle  # DDP's own way is the fastest for float32
-    try:
-        ddp.register_comm_hook(handle, _hook)
-    except RuntimeError as error:
-        compressor.close()
-        raise RuntimeError(f"this model has a communication hook already: {error}") from None
+    if ddp not in _switches:
+        try:
+            ddp.register_comm_hook(switch, _hook)
+        except RuntimeError as error:
+            compressor.close()
+            raise RuntimeError(f"this model has another communication hook already: {error}") from None
+        _switches[ddp] = switch
+    switch.handle = handle
     return handle
 
 
-def _hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # DDP looks at name and annotations
-    return handle._hook(bucket)
+def _hook(switch: _Switch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # DDP looks at name and annotations
+    return allreduce_hook(switch.group, bucket) if switch.handle is None else switch.handle._hook(bucket)
+
+
+def _checked(model: Any) -> DistributedDataParallel:
+    """The DDP model, out of torch.compile's wrapper, if it can be compressed now."""
+    wrapped = getattr(model, "_orig_mod", model)  # torch.compile's OptimizedModule: its import would take a second
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {type(wrapped).__name__}")
+    if wrapped in _switches and _switches[wrapped].handle is not None:
+        raise RuntimeError("the gradients of this model are compressed already: call remove() on the handle of that first")
+    if wrapped._use_python_reducer:
+        raise RuntimeError("torch._dynamo.config.optimize_ddp = 'python_reducer' has no buckets: compress_gradients needs them")
+    return wrapped
 
 
 def _synchronised(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.flat import FlatFunction
+from lowp.tensor.noise import Domain
 from lowp.wire import scaling
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink
@@ -74,9 +75,9 @@ class SharedScales:
         return layer.codec.scale.kind == "aps_delayed" and layer.name not in self._state.bounds
 
     @property
-    def agrees(self) -> bool:
-        """Is there a layer whose scale the ranks agree on in this step?"""
-        return bool(self._now)
+    def agreeing(self) -> int:
+        """How many layers there are whose scale the ranks agree on in this step."""
+        return len(self._now)
 
     def measure(self, numbers: Callable[[int], Tensor]) -> Tensor | None:
         """This rank's bounds (bytes) of the layers whose scale is to be agreed on; None if there are none."""
@@ -211,17 +212,23 @@ def rules_for(
     settings: Settings,
     reduction: Reduction,
     world: int,
+    rank: int,
     step: int,
-    layers: tuple[Layer, ...],
+    feedback: Feedback | None,
     factors: "list[float] | Tensor",
-    residuals_of: Callable[[int], dict[str, Tensor]],
 ) -> Rules:
     """The rules for a bucket, in either world."""
-    feedback = None
-    if settings.error_feedback:
-        feedback = Feedback(residuals_of, tuple(layer.name for layer in layers), tuple(layer.size for layer in layers))
-    sums = settings.sums(reduction)
-    return Rules(world, sums, settings.kahan, settings.seed, step, feedback, factors=factors)
+    return Rules(
+        world=world,
+        domain=Domain.WIRE,
+        accumulate=settings.sums(reduction),
+        kahan=settings.kahan,
+        seed=settings.seed,
+        step=step,
+        rank=rank,
+        feedback=feedback,
+        factors=factors,
+    )
 
 
 class BucketExchange:
@@ -263,18 +270,23 @@ class BucketExchange:
         offsets = [0]
         for layer in self._layers:
             offsets.append(offsets[-1] + layer.size)
-        bounds = self._scales.measure(lambda i: self._flat[offsets[i] : offsets[i + 1]])
-        pending = [] if bounds is None else self._link.maximum(bounds)
         if self._settings.measure:
             self._exact = self._flat.to(torch.float32, copy=True)
-            pending += self._link.plain_sum(self._exact)
+        self._source, self._feedback, link = self._flat, None, self._link
+        if self._settings.error_feedback:
+            residuals = self._state.residuals
+            self._feedback = Feedback(lambda _: residuals, self._layers)
+            self._source = self._feedback.add(link.rank, self._flat, self._flat if self._flat.dtype == torch.float32 else None)
+        bounds = self._scales.measure(lambda i: self._source[offsets[i] : offsets[i + 1]])
+        pending = [] if bounds is None else link.maximum(bounds)
+        if self._settings.measure:
+            pending += link.plain_sum(self._exact)
         if pending:
             yield pending
         self._factors = self._scales.factors()
         self._marks = self._scales.marks()
-        residuals = self._state.residuals
         self._rules = rules_for(
-            self._settings, self._reduction, self._link.world, self._step, self._layers, self._factors, lambda _: residuals
+            self._settings, self._reduction, link.world, link.rank, self._step, self._feedback, self._factors
         )
         self._rules.meter = self._meter
 
@@ -291,7 +303,7 @@ class BucketExchange:
 
     def _job(self, chunk: Chunk, link: ChunkLink) -> Steps:
         with self._meter.timed("encode", self._flat.device):
-            numbers, peaks = enter(self._flat, chunk, self._factors, self._link.world)
+            numbers, peaks = enter(self._source, chunk, self._factors, self._link.world)
         yield from self._reduction.exchange(Job(chunk, numbers, peaks, self._rules, link))
         with self._meter.timed("decode", self._flat.device):
             marks = leave(numbers, peaks, chunk, self._factors, self._marks, self._divisor, self._flat)
@@ -303,6 +315,8 @@ class BucketExchange:
 
     def _finish(self) -> None:
         self.complete = True
+        if self._feedback is not None:
+            self._feedback.finish()
         remember_bounds(self._state, self._layers, self._travelled())
         if self._settings.measure:
             self._meter.compare(self._flat, self._exact.div_(self._divisor))

@@ -8,10 +8,15 @@ gradients to their owners (`reduce`). Both are the first or the second half of a
   compute with the same parameters.
 
 FSDP2 hands over flat tensors without names, so scales are those that need none: "local" (of each message), "block:<n>", "none".
+
+On a mesh of two dimensions (HSDP) every shard has replicas, whose gradients are added up after the reduce-scatter. FSDP2 calls
+torch's all-reduce for that and offers no place for another: these bytes are not compressed. They are counted, and `compress`
+warns. A mesh of replicas alone, where nothing would be compressed, is refused.
 """
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowp.formats.floats import FP32
+from lowp.tensor.noise import Domain
 from lowp.wire.codec import Codec, codec_of
 from lowp.wire.collectives import communicator_for
 from lowp.wire.communicator import Communicator
@@ -26,31 +32,62 @@ from lowp.wire.exchange import peaks_of
 from lowp.wire.plan import Chunk, Part, Shard
 from lowp.wire.pump import Pump, Task
 from lowp.wire.reductions.base import Job, Steps
-from lowp.wire.report import Meter, Report
+from lowp.wire.report import Meter, Report, ring_bytes
 from lowp.wire.rules import Rules, Stage
 from lowp.wire.scaling import NONFINITE
 from lowp.wire.warm_up import warm_up
+
+logger = logging.getLogger("lowp")
 
 PIECE = 1 << 18  # elements of a shard that travel as one message
 
 
 class FsdpHandle:
-    """What `compress` returns: figures, and the way back."""
+    """What `compress` returns: figures, state, and the way back."""
 
     def __init__(self, modules: list[Any], seed: int) -> None:
         self._modules = modules
         self._seed = seed
-        self._calls = 0
+        self._collectives = 0  # so far: stochastic rounding draws other noise for each
         self._meter = Meter()
+        self._meters: list[Meter] = []  # of steps that are over
+        self._total, self._last_step = Report(), Report()
+        self._in_step = False
+        self._removed = False
+        self.step = 0
+
+    @property
+    def compresses(self) -> bool:
+        """False after `remove`."""
+        return not self._removed
+
+    def report(self) -> Report:
+        """The last step's figures: what was gathered and reduced since the step before, up to the end of backward."""
+        self._collect()
+        return self._last_step
 
     def total(self) -> Report:
-        """The figures so far."""
-        return self._meter.finish()
+        """The figures so far: of gradients where `reduce` was given, of parameters where `gather` was."""
+        self._collect()
+        found = Report()
+        for report in (self._total, self._meter.finish()):
+            found.add(report)
+        return found
+
+    def state_dict(self) -> dict[str, int]:
+        """How many steps and how many collectives there were, the same on all ranks. Nothing else is remembered."""
+        return {"step": self.step, "collectives": self._collectives}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        if not isinstance(saved, Mapping) or not all(isinstance(saved.get(key), int) for key in ("step", "collectives")):
+            raise ValueError("this is no state of lowp.fsdp.compress: it has no step or no number of collectives")
+        self.step, self._collectives = saved["step"], saved["collectives"]
 
     def remove(self) -> None:
         """Let FSDP2 send as it does by itself."""
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torchs_own
 
+        self._removed = True
         for module in self._modules:
             module.set_custom_reduce_scatter(torchs_own.DefaultReduceScatter())
             module.set_custom_all_gather(torchs_own.DefaultAllGather())
@@ -62,13 +99,57 @@ class FsdpHandle:
         for generator in steps:
             pump.feed(Task(link.take_number(), generator, self._meter))
         communicator.run(pump, what)
-        report = self._meter.report
-        report.bytes_sent += link.bytes_sent - sent
-        report.bytes_of_fp32 += plain_bytes
+        self.count(link.bytes_sent - sent, plain_bytes)
+
+    def count(self, sent: float, of_fp32: float) -> None:
+        self._meter.report.bytes_sent += round(sent)
+        self._meter.report.bytes_of_fp32 += of_fp32
 
     def rules(self, world: int) -> Rules:
-        self._calls += 1
-        return Rules(world=world, accumulate=FP32, seed=self._seed, step=self._calls, meter=self._meter)
+        self._collectives += 1
+        return Rules(
+            world=world, domain=Domain.FSDP, accumulate=FP32, seed=self._seed, step=self._collectives, meter=self._meter
+        )
+
+    def reduces(self, elements: int) -> None:
+        """Some gradients are being reduced. At the end of this backward the step is over."""
+        self._meter.report.elements += elements
+        if not self._in_step:
+            self._in_step = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+
+    def _end_step(self) -> None:
+        self._in_step = False
+        self.step += 1
+        self._meter.report.steps = 1
+        self._meters.append(self._meter)
+        self._meter = Meter()
+        if len(self._meters) > 100:  # on CUDA, to read figures is to wait for the device
+            self._collect()
+
+    def _collect(self) -> None:
+        for meter in self._meters:
+            self._last_step = meter.finish()
+            self._total.add(self._last_step)
+        self._meters.clear()
+
+
+class _Group:
+    """The parameters of one `fully_shard`: over how many ranks they are sharded, and how many replicas every shard has.
+
+    torch says so nowhere in public; these are the names of torch 2.11 to 2.13.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._group = module._get_fsdp_state()._fsdp_param_group  # None for a module without parameters of its own
+        mesh = None if self._group is None else self._group.mesh_info
+        self.shards: int = getattr(mesh, "shard_mesh_size", 1)
+        self.replicas: int = getattr(mesh, "replicate_mesh_size", 1)
+
+    @property
+    def adds_replicas(self) -> bool:
+        """Are replicas added up now? (See torch's set_requires_all_reduce.)"""
+        return self.replicas > 1 and self._group.all_reduce_grads
 
 
 def compress(
@@ -99,18 +180,32 @@ def compress(
         raise ValueError("say what to compress: reduce=<format of gradients>, gather=<format of parameters>, or both")
     if scale.startswith("aps"):
         raise ValueError(f"scale={scale!r} needs to know layers, and FSDP2 shows none; take 'local', 'block:<n>' or 'none'")
+    codecs = {kind: codec_of(format, rounding, scale) for kind, format in (("reduce", reduce), ("gather", gather)) if format}
+    groups = {module: _Group(module) for module in modules}
+    _check_replicas(groups.values(), reduces=reduce is not None)
     handle = FsdpHandle(modules, seed)
-    device = next(model.parameters()).device
-    for module in modules:
-        if reduce is not None:
-            codec = codec_of(reduce, rounding, scale)
-            warm_up({codec}, device)
-            module.set_custom_reduce_scatter(_reduce_scatter(codec, handle))
+    warm_up(set(codecs.values()), next(model.parameters()).device)
+    for module, group in groups.items():
+        module.set_custom_reduce_scatter(_reduce_scatter(codecs.get("reduce"), handle, group))
         if gather is not None:
-            codec = codec_of(gather, rounding, scale)
-            warm_up({codec}, device)
-            module.set_custom_all_gather(_all_gather(codec, handle))
+            module.set_custom_all_gather(_all_gather(codecs["gather"], handle))
     return handle
+
+
+def _check_replicas(groups: Collection[_Group], reduces: bool) -> None:
+    """Raise where nothing would be compressed, warn where not everything will be."""
+    replicas = max(group.replicas for group in groups)
+    if replicas > 1 and all(group.shards == 1 for group in groups):
+        raise ValueError(
+            f"fsdp.compress: this mesh has {replicas} replicas and shards nothing, so that FSDP2 sends nothing that could be "
+            "compressed; take DistributedDataParallel and lowp.compress_gradients"
+        )
+    if replicas > 1 and reduces and dist.get_rank() == 0:
+        logger.warning(
+            "fsdp.compress: gradients are compressed on their way to their owners; between the %d replicas of each shard FSDP2 "
+            "adds them up by itself, uncompressed (these bytes are counted)",
+            replicas,
+        )
 
 
 def _pieces(size: int) -> list[tuple[int, int]]:
@@ -128,12 +223,27 @@ def _poison(peaks: Tensor) -> Tensor:
     return torch.where(peaks == NONFINITE, math.nan, 1.0)
 
 
-def _reduce_scatter(codec: Codec, handle: FsdpHandle) -> Any:
+def _reduce_scatter(codec: Codec | None, handle: FsdpHandle, parameters: _Group) -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    if codec is None:
+
+        class CountedReduceScatter(DefaultReduceScatter):
+            def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *more: Any, **named: Any) -> Any:
+                handle.reduces(input_tensor.numel())
+                return super().__call__(output_tensor, input_tensor, *more, **named)
+
+        return CountedReduceScatter()
 
     class CompressedReduceScatter(_Room, ReduceScatter):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
             """FSDP2 cannot be left in the middle: after a failure the gradients are zero, and backward raises at its end."""
+            handle.reduces(input_tensor.numel())
+            if parameters.adds_replicas:
+                size = output_tensor.numel()
+                sent, of_fp32 = ring_bytes(size * output_tensor.element_size(), parameters.replicas), 4 * size
+                handle.count(sent, ring_bytes(of_fp32, parameters.replicas))
             try:
                 _reduce_to_owner(output_tensor, input_tensor, codec, group, op, handle)
             except Exception as error:

@@ -12,6 +12,11 @@ _MESSAGES = 1 << 12  # from one rank to another for one chunk
 _SEQUENCES = 1 << 18  # after which the numbers of chunks begin again
 
 
+def agreement_bytes(layers: int, world: int) -> int:
+    """What a rank sends to agree on the scales of some layers: a byte each, there and back (by torch)."""
+    return 2 * layers if world > 1 else 0
+
+
 @dataclass(frozen=True)
 class Pending:
     """A message under way: torch's handle, and what it is, for errors."""
@@ -36,11 +41,11 @@ class GroupLink:
         self.chosen: dict[str, Any] = {}  # what reduction='auto' found, by settings
 
     def maximum(self, numbers: Tensor) -> list[Pending]:
-        """Start replacing each number by the largest of all ranks."""
+        """Start replacing each number (a byte) by the largest of all ranks."""
         if self.world == 1:
             return []
         work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.bytes_sent += 2 * numbers.numel() * numbers.element_size()
+        self.bytes_sent += agreement_bytes(numbers.numel(), self.world)
         return [Pending(work, "agreeing on scales")]
 
     def plain_sum(self, numbers: Tensor) -> list[Pending]:

@@ -3,11 +3,13 @@
 Real and virtual worlds share this file, so that they can differ in nothing but who holds the numbers.
 
 Stages of a gradient's way:
-- ADDEND: a rank's own numbers, rounded to the wire's format (with error feedback, what rounding lost is added next time);
+- ADDEND: a rank's own numbers, rounded to the wire's format;
 - INSIDE: a rank's own numbers on the way within a node, in the format of sums;
 - NODE: the sum of a node, rounded to the wire's format;
 - PARTIAL: a sum on the way, rounded to the format of sums after every addition;
 - TOTAL: the sum of all ranks, rounded once more to the wire's format. Every rank decodes the same bytes.
+
+With error feedback, what is lost at any of them is kept by the rank that rounds (feedback.py).
 """
 
 import enum
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat
 from lowp.formats.floats import FP32
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 from lowp.wire import scaling
 from lowp.wire.codec import Codec, partial_codec, total_codec
 from lowp.wire.feedback import Feedback
@@ -36,9 +38,14 @@ class Stage(enum.IntEnum):
     NODE = 2
     PARTIAL = 3
     TOTAL = 4
-    KAHAN_ADDEND = 5
-    KAHAN_DIFFERENCE = 6
-    KAHAN_LOST = 7
+    # What follows are further roundings of partial sums: each has noise of its own.
+    FIRST = 5  # the first addend as a sum
+    SENT = 6  # a partial sum in its message
+    SENT_LOST = 7  # its compensation in its message
+    KAHAN_LOST_THERE = 8  # an addend, less what its own sum has lost
+    KAHAN_ADDEND = 9
+    KAHAN_DIFFERENCE = 10
+    KAHAN_LOST = 11
 
 
 class Place(NamedTuple):
@@ -65,16 +72,26 @@ class Load:
 
 @dataclass
 class Rules:
-    """`accumulate` is the format of sums; None stands for float32 in `two_shot` and for the wire's own format elsewhere."""
+    """`accumulate` is the format of sums; None stands for float32 in `two_shot` and for the wire's own format elsewhere.
+
+    `rank` is the one that does the work, and keeps what it loses; None stands for the owner of each element.
+    """
 
     world: int
+    domain: Domain  # of the noise
     accumulate: AnyFormat | None = None
     kahan: bool = False
     seed: int = 0
     step: int = 0
+    rank: int | None = 0
     feedback: Feedback | None = None
     meter: Meter | None = None
     factors: list[float] | Tensor = field(default_factory=list)  # by which each layer was multiplied
+    level: int = 0  # 1 between nodes, whose numbers are not those of ranks: each level has noise of its own
+
+    def at(self, rank: int | None) -> "Rules":
+        """The same rules for the work of another rank."""
+        return self if self.feedback is None else replace(self, rank=rank)
 
     def codec(self, part: Part, stage: Stage) -> Codec:
         match stage:
@@ -89,12 +106,12 @@ class Rules:
 
     def layout(self, shard: Shard, stage: Stage) -> "tuple[tuple[Place, ...], int]":
         """Where each part of a shard lies in a message, and how long the message is. Worked out once for each kind."""
-        kind = (stage, self.accumulate, self.world, self.feedback is None)
+        kind = (stage, self.accumulate, self.world)
         if kind not in shard.messages:
             places: list[Place] = []
             for index, part in enumerate(shard.parts):
                 codec = self.codec(part, stage)
-                if places and self.feedback is None and codec.merges and places[-1].codec == codec:
+                if places and codec.merges and places[-1].codec == codec:
                     last = places.pop()
                     part = replace(last.part, size=last.part.size + part.size)
                     index = last.index
@@ -121,24 +138,33 @@ class Rules:
                 numbers = load.numbers[part.offset : part.offset + part.size]
                 if stage == Stage.TOTAL and peak is not None and codec.format == FP32:
                     peak = torch.where(scaling.largest(numbers).isfinite(), peak, scaling.NONFINITE)  # the sum overflowed
-                self._write_part(numbers, peak, part, codec, stage, actor, message[begin:end])
+                noisy = Stage.SENT if stage == Stage.PARTIAL else stage
+                self._write_part(numbers, peak, part, codec, noisy, actor, message[begin:end])
                 if load.lost is not None and stage == Stage.PARTIAL:
                     lost = load.lost[part.offset : part.offset + part.size]
-                    self._write_part(lost, peak, part, codec, stage, actor, message[length + begin : length + end])
-            return message
+                    self._write_part(lost, peak, part, codec, Stage.SENT_LOST, actor, message[length + begin : length + end])
+        if self.feedback is not None and self._loses(load, shard, stage):
+            self._keep(_value(load), self.read(message, shard, stage), shard, stage not in (Stage.ADDEND, Stage.INSIDE))
+        return message
+
+    def _loses(self, load: Load, shard: Shard, stage: Stage) -> bool:
+        """May a message say less than the load? Of a rank's own numbers, nothing is a loss too: the last one is over."""
+        if stage in (Stage.ADDEND, Stage.INSIDE):
+            return True
+        if stage == Stage.PARTIAL:
+            return self._rounds_again(shard)
+        codecs = (self.codec(part, stage) for part in shard.parts)
+        return load.lost is not None or any(codec.format != FP32 or codec.keep < 1 for codec in codecs)
+
+    def _keep(self, before: Tensor, after: Load, shard: Shard, of_sum: bool) -> None:
+        assert self.feedback is not None
+        self.feedback.keep(self.rank, shard, before.sub_(_value(after)), self.factors, of_sum)
 
     def _write_part(
         self, numbers: Tensor, peak: Tensor | None, part: Part, codec: Codec, stage: Stage, actor: int, room: Tensor
     ) -> None:
-        first = stage in (Stage.ADDEND, Stage.NODE)  # what is lost here can be kept
-        if first and self.feedback is not None:
-            numbers = self.feedback.add(numbers, part, self.factors[part.layer])
         codec.encode(numbers, room, self.noise(part, stage, actor) if codec.stochastic else None, peak)
-        if first and self.feedback is not None:
-            decoded = torch.empty_like(numbers)
-            codec.decode(room, decoded)
-            self.feedback.keep(numbers, decoded, part, self.factors[part.layer])
-        if first and self.meter is not None:
+        if stage in (Stage.ADDEND, Stage.NODE) and self.meter is not None:
             self.meter.see(codec, numbers, room)
 
     def read(self, message: Tensor, shard: Shard, stage: Stage, out: Tensor | None = None) -> Load:
@@ -188,13 +214,17 @@ class Rules:
 
     def sent_on(self, total: Load, shard: Shard, actor: int) -> Load:
         """A partial sum as it would arrive elsewhere. It is rounded already, but a scale of its own may round it again."""
-        if all(part.codec.scale.shared and part.codec.keep == 1 for part in shard.parts):
+        if not self._rounds_again(shard):
             return total
         return self.read(self.write(total, shard, Stage.PARTIAL, actor), shard, Stage.PARTIAL)
 
+    def _rounds_again(self, shard: Shard) -> bool:
+        return not all(part.codec.scale.shared and part.codec.keep == 1 for part in shard.parts)
+
     def noise(self, part: Part, stage: Stage, actor: int) -> Noise:
         """Counted by element of the layer, so that it does not matter how a bucket is cut."""
-        return Noise(self.seed, self.step, (part.number << 32) | (stage << 24) | actor, part.start)
+        level = 0 if stage == Stage.TOTAL else self.level  # the total is everybody's
+        return Noise.of(self.domain, self.seed, self.step, part.number, level, stage, actor, offset=part.start)
 
     def round_(self, numbers: Tensor, shard: Shard, stage: Stage, actor: int) -> Tensor:
         """Round to the format of sums, in place."""
@@ -206,20 +236,35 @@ class Rules:
 
     def begin(self, load: Load, shard: Shard, actor: int) -> Load:
         """The first addend as a sum. It takes over the load."""
-        self.round_(load.numbers, shard, Stage.PARTIAL, actor)
-        return Load(load.numbers, load.peaks, torch.zeros_like(load.numbers) if self.kahan else None)
+        before = _value(load) if self._keeps_sums(shard) else None
+        self.round_(load.numbers, shard, Stage.FIRST, actor)
+        begun = Load(load.numbers, load.peaks, torch.zeros_like(load.numbers) if self.kahan else None)
+        if before is not None:
+            self._keep(before, begun, shard, of_sum=True)
+        return begun
 
     def add(self, total: Load, load: Load, shard: Shard, actor: int) -> Load:
         """`total + load`, rounded to the format of sums; with Kahan, y = Q(x - c); t = Q(r + y); c = Q(Q(t - r) - y).
 
-        It takes over both. `load` may itself be a sum with a compensation.
+        It takes over both. `load` may itself be a sum with a compensation. `actor` names the addition: a rank that adds several
+        times takes another number each time, or its roundings would all draw the same.
         """
+        before = _value(total).add_(_value(load)) if self._keeps_sums(shard) else None
+        whole = self._add(total, load, shard, actor)
+        if before is not None:
+            self._keep(before, whole, shard, of_sum=True)
+        return whole
+
+    def _keeps_sums(self, shard: Shard) -> bool:
+        return self.feedback is not None and any(self.codec(part, Stage.PARTIAL).format != FP32 for part in shard.parts)
+
+    def _add(self, total: Load, load: Load, shard: Shard, actor: int) -> Load:
         peaks = torch.maximum(total.peaks, load.peaks)
         if total.lost is None:
             return Load(self.round_(total.numbers.add_(load.numbers), shard, Stage.PARTIAL, actor), peaks)
         addend = load.numbers
         if load.lost is not None:
-            addend = self.round_(addend.sub_(load.lost), shard, Stage.KAHAN_ADDEND, actor)
+            addend = self.round_(addend.sub_(load.lost), shard, Stage.KAHAN_LOST_THERE, actor)
         addend = self.round_(addend.sub_(total.lost), shard, Stage.KAHAN_ADDEND, actor)
         numbers = self.round_(total.numbers + addend, shard, Stage.PARTIAL, actor)
         difference = self.round_(numbers - total.numbers, shard, Stage.KAHAN_DIFFERENCE, actor)
@@ -236,7 +281,7 @@ class Rules:
         plain = not self.kahan and all(self.codec(part, Stage.PARTIAL).format == FP32 for part in shard.parts)
         if not plain or not all(place.codec.adds(messages[0].device) for place in places):
             total = self.fold((self.read(message, shard, stage) for message in messages), shard, actors)
-            return total if out is None else Load(out.copy_(total.numbers), total.peaks)
+            return total if out is None else Load(out.copy_(total.numbers), total.peaks, total.lost)
         total = self.read(messages[0], shard, stage, scratch(shard.size, torch.float32, 2) if out is None else out)
         with self._timed("decode", total.numbers.device):
             peak = torch.zeros(1, dtype=torch.uint8)
@@ -248,6 +293,12 @@ class Rules:
                         total.peaks[index : index + 1].clamp_(min=int(peak))
         return total
 
+    def end(self, total: Load, shard: Shard) -> Load:
+        """A sum that is not rounded to be sent: its compensation goes."""
+        if self.feedback is not None and total.lost is not None:
+            self.feedback.keep(self.rank, shard, -total.lost, self.factors, of_sum=True)
+        return Load(total.numbers, total.peaks)
+
     def fold(self, loads: Iterable[Load], shard: Shard, actors: Iterable[int]) -> Load:
         """Add one after the other."""
         total: Load | None = None
@@ -255,3 +306,8 @@ class Rules:
             total = self.begin(load, shard, actor) if total is None else self.add(total, load, shard, actor)
         assert total is not None
         return total
+
+
+def _value(load: Load) -> Tensor:
+    """What a load stands for, in memory of its own: its numbers less their compensation."""
+    return load.numbers.clone() if load.lost is None else load.numbers - load.lost

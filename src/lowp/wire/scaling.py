@@ -7,21 +7,32 @@
 - `local`: every message is scaled by its own maximum, layer by layer, and carries the exponent: no agreement, no headroom.
 - `block:<n>`: the same for every n elements.
 
+The bound of `aps` is a bound of the sum: log2(world) of a format's binades are headroom, which a rank's own numbers do not use.
+A format has `binades` from its smallest number to the largest power of two: 31 in e5m2, 17 in e4m3fn, 6 in int8, 3 in e2m1fn.
+Where n are left for a rank's numbers, the sum of normal ones has a relative error of about 2.3 / 2^n or the format's own,
+whichever is larger: .14 for n = 4, .28 for 3, .57 for 2, and all is zero below (measured, docs/LOG.md). With fewer than
+`ENOUGH_BINADES`, `warn_of_headroom` says so.
+
 Exponents travel as bytes. 0 says that everything is zero, 255 that something is not finite. Where the published code takes the
 logarithm of zero, or scales by infinity, the exponents here end at +-126: that is as far as float32 reaches.
 """
 
+import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat
+from lowp.formats import AnyFormat, BlockFormat
 from lowp.tensor.carrier import exponent_below
 from lowp.tensor.carrier import power_of_two as power_of_two
 from lowp.tensor.fitting import fitting_exponent, fitting_exponents
 
+logger = logging.getLogger("lowp")
+
+ENOUGH_BINADES = 4
 ZERO, NONFINITE = 0, 255
 _BOUND_BIAS = 116  # of E, which spans -115 (a layer below 2^-115 counts as that) to 138 (float32's maximum on 1024 ranks)
 _SHIFT_BIAS = 127  # of shifts
@@ -81,6 +92,39 @@ def aps_shifts(bounds: Tensor, emax: Tensor, headroom: int = 0) -> Tensor:
 def emax_of(fmt: AnyFormat) -> int:
     """The exponent of the largest power of two that numbers are scaled up to: 15 for e5m2, as in the paper's 2^(e-1) - 1."""
     return exponent_below(fmt.scaled_max)
+
+
+def binades_left(fmt: AnyFormat, scale: "Scale", world: int) -> int | None:
+    """How many binades the headroom of `aps` leaves for a rank's own numbers; None where nothing is taken from them."""
+    if not scale.kind.startswith("aps") or isinstance(fmt, BlockFormat):  # whose blocks have scales of their own
+        return None
+    return binades(fmt) - (world - 1).bit_length() - (scale.kind == "aps_delayed")
+
+
+def binades(fmt: AnyFormat) -> int:
+    return emax_of(fmt) - exponent_below(fmt.smallest)
+
+
+def warn_of_headroom(used: "Iterable[tuple[AnyFormat, Scale]]", world: int) -> None:
+    """Say once, for each format, where the headroom of `aps` leaves too little of it."""
+    for fmt, scale in used:
+        left = binades_left(fmt, scale, world)
+        if world == 1 or left is None or left >= ENOUGH_BINADES or (str(fmt), scale, world) in _warned:
+            continue
+        _warned.add((str(fmt), scale, world))
+        logger.warning(
+            "scale='%s' leaves %d of the %d binades of %s to gradients on %d ranks: the others are headroom for the sum. %s; "
+            "take scale='local' or 'block:<n>'",
+            scale,
+            max(0, left),
+            binades(fmt),
+            fmt,
+            world,
+            "Most numbers round to zero" if left > 1 else "Nearly all numbers round to zero",
+        )
+
+
+_warned: set[tuple[str, Scale, int]] = set()
 
 
 def fitting_bytes(maxima: Tensor, fmt: AnyFormat) -> Tensor:

@@ -10,6 +10,7 @@ from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.wire.codec import Codec, codec_of
+from lowp.wire.naming import last_layer
 from lowp.wire.payload import check_format
 from lowp.wire.plan import Layer
 from lowp.wire.reductions import reduction_of
@@ -87,10 +88,19 @@ class Settings:
             measure=measure,
             chunk=chunk,
         )
-        for choice in (settings.format, *settings.layers.values()):
+        for choice in settings._choices:
             for step in sorted({0, *choice}) if isinstance(choice, Mapping) else [0]:
                 settings.codec_at(choice, step)
         return settings
+
+    @property
+    def _choices(self) -> "tuple[Scheduled, ...]":
+        return (self.format, *self.layers.values())
+
+    @property
+    def switches(self) -> list[int]:
+        """The steps from which on formats are others, as far as they are known: a function of the step does not tell."""
+        return sorted({0}.union(*(choice for choice in self._choices if isinstance(choice, Mapping))))
 
     def codec_at(self, choice: Scheduled, step: int) -> Codec:
         """The codec of a schedule at a step: {first step: format, ...}, a function of the step, or one format for all."""
@@ -103,18 +113,22 @@ class Settings:
         codec = codec_of(choice, self.rounding, self.scale)
         return UNCOMPRESSED if codec.format == FP32 and codec.keep == 1 else codec
 
-    def codec(self, name: str, dimensions: int, last: bool, step: int) -> Codec:
+    def codec(self, names: Iterable[str], dimensions: int, last: bool, step: int) -> Codec:
         """The codec of one parameter: its own entry in `layers`, else float32 if it is skipped, else the common one.
 
-        Patterns are those of shells ("*.bias"); "last" stands for the model's last layer, "1d" for biases and norms.
+        Patterns are those of shells ("*.bias"), for any of the parameter's names; "last" stands for the last layer that has a
+        matrix, "1d" for biases and norms.
         """
+
+        def meant(pattern: str) -> bool:
+            if (pattern == "last" and last) or (pattern == "1d" and dimensions <= 1):
+                return True
+            return any(fnmatchcase(name, pattern) for name in names)
+
         for pattern, choice in self.layers.items():
-            if (pattern == "last" and last) or (pattern == "1d" and dimensions <= 1) or fnmatchcase(name, pattern):
+            if meant(pattern):
                 return self.codec_at(choice, step)
-        for pattern in self.skip:
-            if (pattern == "1d" and dimensions <= 1) or (pattern == "last" and last) or fnmatchcase(name, pattern):
-                return UNCOMPRESSED
-        return self.codec_at(self.format, step)
+        return UNCOMPRESSED if any(meant(pattern) for pattern in self.skip) else self.codec_at(self.format, step)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Patterns that match no parameter: surely a mistake."""
@@ -125,14 +139,30 @@ class Settings:
     @property
     def scheduled(self) -> bool:
         """Does a format depend on the step?"""
-        choices = (self.format, *self.layers.values())
-        return any(isinstance(c, Mapping) or (callable(c) and not isinstance(c, Codec)) for c in choices)
+        return any(isinstance(c, Mapping) or (callable(c) and not isinstance(c, Codec)) for c in self._choices)
+
+    @property
+    def formats(self) -> "set[tuple[AnyFormat, Scale]]":
+        """All formats with their scales, as far as schedules tell."""
+        codecs = (
+            self.codec_at(choice, step)
+            for choice in (self.format, *self.layers.values())
+            for step in (sorted({0, *choice}) if isinstance(choice, Mapping) else [0])
+        )
+        return {(codec.format, codec.scale) for codec in codecs}
 
     def sums(self, reduction: Reduction) -> AnyFormat | None:
         return default_accumulate(reduction, self.accumulate)
 
     def describe(self) -> str:
         """One line for people and for comparing ranks. Words are compared (communicator.py): no spaces within one."""
+        return (
+            f"{self.describe_codec()} reduction={str(self.reduction).replace(' ', '')} accumulate={self.accumulate} "
+            f"kahan={self.kahan} nonfinite={self.nonfinite} seed={self.seed} measure={self.measure} chunk={self.chunk}"
+        )
+
+    def describe_codec(self) -> str:
+        """The part of `describe` that residuals and delayed scales depend on (state.py)."""
 
         def text(choice: Scheduled) -> str:
             if isinstance(choice, Mapping):
@@ -146,24 +176,36 @@ class Settings:
         layers = ",".join(f"{pattern}:{text(choice)}" for pattern, choice in self.layers.items())
         return (
             f"format={text(self.format)} scale={self.scale} rounding={self.rounding} "
-            f"reduction={str(self.reduction).replace(' ', '')} accumulate={self.accumulate} kahan={self.kahan} "
-            f"skip=[{','.join(self.skip)}] layers={{{layers}}} error_feedback={self.error_feedback} "
-            f"nonfinite={self.nonfinite} seed={self.seed} measure={self.measure} chunk={self.chunk}"
+            f"skip=[{','.join(self.skip)}] layers={{{layers}}} error_feedback={self.error_feedback}"
         )
 
 
 class Parameters:
-    """A model's parameters, by name, in its order: what each is as a layer on the wire."""
+    """A model's parameters, by name, in its order: what each is as a layer on the wire.
 
-    def __init__(self, shapes: Mapping[str, Size], settings: Settings) -> None:
+    `names` are all their names, where some are tied (naming.py).
+    """
+
+    def __init__(self, shapes: Mapping[str, Size], settings: Settings, names: Mapping[str, str] | None = None) -> None:
         self._shapes = dict(shapes)
         self._settings = settings
-        self._last = _last_layer(list(shapes))
+        everything = {n: n for n in shapes} if names is None else {n: k for n, k in names.items() if k in shapes}
+        self._names: dict[str, list[str]] = {name: [] for name in shapes}
+        for name, known in everything.items():
+            self._names[known].append(name)
+        self._last = last_layer(everything, self._shapes)
+        if not self._last and "last" in (*settings.layers, *settings.skip):
+            raise ValueError("'last' is the last layer that has a matrix, and no parameter here has two dimensions")
         self.numbers = {name: number for number, name in enumerate(shapes)}
         self._kept: dict[tuple[str, ...], tuple[Layer, ...]] = {}
 
     def codec(self, name: str, step: int) -> Codec:
-        return self._settings.codec(name, len(self._shapes[name]), name in self._last, step)
+        return self._settings.codec(self._names[name], len(self._shapes[name]), name in self._last, step)
+
+    @property
+    def known_codecs(self) -> set[Codec]:
+        """All codecs that some parameter has at some step, as far as schedules tell."""
+        return {self.codec(name, step) for name in self._shapes for step in self._settings.switches}
 
     def layers(self, names: Iterable[str], step: int) -> tuple[Layer, ...]:
         """A bucket's layers. Worked out once, unless there is a schedule: it is asked for in every step."""
@@ -174,9 +216,3 @@ class Parameters:
         if not self._settings.scheduled:
             self._kept[key] = found
         return found
-
-
-def _last_layer(names: list[str]) -> set[str]:
-    """The parameters of the module that comes last."""
-    owner = names[-1].rpartition(".")[0] if names else ""
-    return {name for name in names if name.rpartition(".")[0] == owner} if owner else set(names[-1:])

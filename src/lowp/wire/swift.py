@@ -27,10 +27,10 @@ _CPU = torch.device("cpu")
 _SMALLEST = 1 << F32.fraction_bits  # bits of the smallest normal float32
 
 
-def can_encode(fmt: AnyFormat, rounding: str, shift: int) -> bool:
+def can_encode(fmt: AnyFormat, rounding: str) -> bool:
     if isinstance(fmt, PositFormat):  # which round no number to zero
         return False
-    return rounding == "nearest" and can_decode(fmt) and fmt.smallest > 2.0**-LIMIT and abs(shift) <= LIMIT
+    return rounding == "nearest" and can_decode(fmt) and fmt.smallest > 2.0**-LIMIT
 
 
 def can_decode(fmt: AnyFormat) -> bool:
@@ -38,7 +38,7 @@ def can_decode(fmt: AnyFormat) -> bool:
 
 
 def encode_shifted(numbers: Tensor, fmt: Format, shift: int, out: Tensor) -> None:
-    """The codes of `numbers * 2^shift` (float32, flat), packed, in `out`."""
+    """The codes of `numbers * 2^shift` (float32, flat; the shift is at most LIMIT either way), packed, in `out`."""
     shifts = torch.tensor([shift << F32.fraction_bits], dtype=torch.int32)
     bits = numbers.view(torch.int32)
     tables = _tables(fmt)

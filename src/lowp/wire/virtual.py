@@ -1,22 +1,28 @@
 """A cluster in one process: the same reductions over n ranks' gradients, bit for bit what n real processes compute.
 
 Ranks are visited one after the other; what is kept is the sums so far. Memory does not grow with the number of ranks, except
-for the logarithm of it in a tree, and for error feedback (a residual for each rank). Some need the gradients more than once,
-and then ask for them again: `aps` looks for the largest numbers first, and a ring's shards begin at different ranks.
+for the logarithm of it in a tree, and for error feedback: a residual for each rank, and during a step what each rank loses of
+the sums that it rounds (once the model in two_shot and sequential, where every sum has one owner; a model for each node in
+hierarchical, for each rank in a ring or a tree). Some need the gradients more than once, and then ask for them again: `aps`
+looks for the largest numbers first, and a ring's shards begin at different ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowp.wire.exchange import SharedScales, State, enter, largest_peaks, leave, remember_bounds, rules_for
-from lowp.wire.plan import Layer, chunks_of, cuts_for
+from lowp.wire.feedback import Feedback
+from lowp.wire.link import agreement_bytes
+from lowp.wire.plan import Layer, Shard, chunks_of, cuts_for
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import ring_bytes
 from lowp.wire.rules import Load, Stage
+from lowp.wire.scaling import warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
+from lowp.wire.traffic import bytes_of_bucket
 
 Gradients = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
@@ -88,6 +94,7 @@ class VirtualExchange:
         format, options: as for `lowp.compress_gradients`.
         buckets: names, bucket by bucket, in the order in which gradients lie there: to repeat a real run bit for bit, take
             those of its handle (`handle.buckets`). By default there is one bucket in the order of the shapes.
+        names: all names of parameters that have several (`lowp.wire.naming.all_names(model)`): patterns may name any of them.
     """
 
     def __init__(
@@ -97,15 +104,17 @@ class VirtualExchange:
         format: "Scheduled | Settings",
         *,
         buckets: "Sequence[Sequence[str]] | None" = None,
+        names: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         settings = format if isinstance(format, Settings) else Settings.of(format, **options)
         if settings.reduction == "auto":
             raise ValueError("a virtual world has no link to measure: name a reduction instead of 'auto'")
         assert isinstance(settings.reduction, Reduction)
+        warn_of_headroom(settings.formats, world)
         self._world = world
         self._shapes = dict(shapes)
-        self._parameters = Parameters(shapes, settings)
+        self._parameters = Parameters(shapes, settings, names)
         self._settings = settings
         self._reduction = settings.reduction
         self.buckets = [list(bucket) for bucket in buckets] if buckets is not None else [list(shapes)]
@@ -137,9 +146,9 @@ class VirtualExchange:
             for rank in range(self._world):
                 theirs = gradients(rank)
                 for bucket in buckets:
-                    bucket.measure(theirs)
+                    bucket.measure(rank, theirs)
         for bucket in buckets:
-            bucket.begin(self._settings, self._reduction, self.state, self.residuals)
+            bucket.begin(self._settings, self._reduction, self.state)
         for turn in sorted({turn for bucket in buckets for turn in bucket.turns}):
             for rank in range(self._world):
                 theirs = gradients(rank)
@@ -158,54 +167,79 @@ class VirtualExchange:
     def _open(self, names: list[str], example: Mapping[str, Tensor]) -> "_Bucket":
         layers = self._parameters.layers(names, self.state.step)
         first = example[names[0]]
-        return _Bucket(names, layers, self._world, SharedScales(layers, self._world, self.state, first.device), first)
+        feedback = Feedback(self.residuals.__getitem__, layers) if self._settings.error_feedback else None
+        return _Bucket(names, layers, self._world, SharedScales(layers, self._world, self.state, first.device), first, feedback)
 
-    def bytes_a_rank(self) -> tuple[float, float]:
-        """What each rank of a real cluster would send in a step, and what it would in float32: the reductions that share the
-        work (two_shot, ring, hierarchical) move every number 2 (W - 1) / W times."""
-        layers = [self._parameters.layers(names, self.state.step) for names in self.buckets]
-        sent = sum(layer.codec.wire_bytes(layer.size) for bucket in layers for layer in bucket)
-        return ring_bytes(sent, self._world), ring_bytes(sum(4 * layer.size for b in layers for layer in b), self._world)
+    def bytes_sent(self, rank: int = 0, device: "torch.device | str" = "cpu") -> tuple[int, float]:
+        """What a rank of a real cluster would send in the next step, and what it would send in float32, in a ring.
+
+        `device` is where the gradients are: it decides how they are cut, and with that the headers of messages.
+        """
+        sent, elements, device = 0, 0, torch.device(device)
+        for names in self.buckets:
+            layers = self._parameters.layers(names, self.state.step)
+            size = sum(layer.size for layer in layers)
+            reduction = self._reduction.of_size(size)
+            sums, cuts = self._settings.sums(reduction), cuts_for(self._settings.chunk, device)
+            sent += bytes_of_bucket(layers, reduction, rank, self._world, sums, self._settings.kahan, cuts)
+            sent += agreement_bytes(SharedScales(layers, self._world, self.state, device).agreeing, self._world)
+            elements += size
+        return sent, ring_bytes(4 * elements, self._world)
 
 
 class _Bucket:
     """One bucket of a virtual step: scales agreed, every rank's numbers added, the sum taken out."""
 
-    def __init__(self, names: list[str], layers: tuple[Layer, ...], world: int, scales: SharedScales, example: Tensor) -> None:
+    def __init__(
+        self,
+        names: list[str],
+        layers: tuple[Layer, ...],
+        world: int,
+        scales: SharedScales,
+        example: Tensor,
+        feedback: Feedback | None,
+    ) -> None:
         self.names = names
-        self._layers, self._world, self._scales, self._example = layers, world, scales, example
-        self.agrees = scales.agrees
+        self._layers, self._world, self._scales, self._example, self._feedback = layers, world, scales, example, feedback
+        self.agrees = scales.agreeing > 0
 
-    def measure(self, gradients: Mapping[str, Tensor]) -> None:
+    def _flat(self, rank: int, gradients: Mapping[str, Tensor]) -> Tensor:
+        """A rank's gradients, with what rounding took from the last ones."""
+        pieces = [gradients[name].detach().reshape(-1) for name in self.names]
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return flat if self._feedback is None else self._feedback.add(rank, flat)
+
+    def measure(self, rank: int, gradients: Mapping[str, Tensor]) -> None:
         """Agree on scales: the largest bound of all ranks counts."""
         before = self._scales.bounds
-        bounds = self._scales.measure(lambda i: gradients[self.names[i]].detach().reshape(-1))
+        if self._feedback is None:
+            bounds = self._scales.measure(lambda i: gradients[self.names[i]].detach().reshape(-1))
+        else:
+            pieces = self._flat(rank, gradients).split([layer.size for layer in self._layers])
+            bounds = self._scales.measure(pieces.__getitem__)
         if before is not None and bounds is not None:
             self._scales.bounds = torch.maximum(before, bounds)
 
-    def begin(self, settings: Settings, reduction: Reduction, state: State, residuals: list[dict[str, Tensor]]) -> None:
+    def begin(self, settings: Settings, reduction: Reduction, state: State) -> None:
         size = sum(layer.size for layer in self._layers)
         self._reduction = reduction = reduction.of_size(size)
-        self._rules = rules_for(
-            settings, reduction, self._world, state.step, self._layers, self._scales.factors(), residuals.__getitem__
-        )
+        factors, self._cuts = self._scales.factors(), cuts_for(settings.chunk, self._example.device)
+        self._rules = rules_for(settings, reduction, self._world, 0, state.step, self._feedback, factors)
         # Where it makes no difference, chunks are not cut into a shard for each rank: time would grow with their square.
         whole = reduction.one_order and all(layer.codec.elementwise for layer in self._layers)
-        shards = 1 if whole else reduction.shards(self._world)
-        self._chunks = chunks_of(self._layers, shards, cuts_for(settings.chunk, self._example.device))
+        self._indices = [None] if whole else list(range(reduction.shards(self._world)))
+        self._chunks = chunks_of(self._layers, len(self._indices), self._cuts)
         self._adders = [
-            [reduction.adder(shard, i, self._rules) for i, shard in enumerate(chunk.shards)] for chunk in self._chunks
+            [reduction.adder(shard, i, self._rules) for i, shard in zip(self._indices, chunk.shards, strict=True)]
+            for chunk in self._chunks
         ]
-        self.turns = {reduction.turn(rank, i, self._world) for rank in range(self._world) for i in range(shards)}
+        self.turns = {reduction.turn(rank, i or 0, self._world) for rank in range(self._world) for i in self._indices}
 
     def visit(self, rank: int, turn: int, gradients: Mapping[str, Tensor]) -> None:
         """Add one rank's numbers wherever it is their turn."""
-        flat = _flat(gradients, self.names)
-        rules = self._rules
-        if rules.feedback is not None:
-            rules.feedback.rank = rank
+        flat = self._flat(rank, gradients)
         for chunk, row in zip(self._chunks, self._adders, strict=True):
-            numbers, peaks = enter(flat, chunk, rules.factors, self._world)
+            numbers, peaks = enter(flat, chunk, self._rules.factors, self._world)
             for index, (shard, adder) in enumerate(zip(chunk.shards, row, strict=True)):
                 if self._reduction.turn(rank, index, self._world) == turn:
                     first, last = chunk.first_parts[index : index + 2]
@@ -221,21 +255,26 @@ class _Bucket:
         for chunk, row in zip(self._chunks, self._adders, strict=True):
             numbers = torch.empty(chunk.size, dtype=torch.float32, device=device)
             peaks = []
-            for shard, adder in zip(chunk.shards, row, strict=True):
-                total = adder.total()
+            for index, shard, adder in zip(self._indices, chunk.shards, row, strict=True):
+                total, owners = adder.total(), rules.at(self._reduction.owner(index, self._world))
                 if self._reduction.rounds_total:
-                    message = rules.write(total, shard, Stage.TOTAL, 0)
+                    message = owners.write(total, shard, Stage.TOTAL, 0)
                     total = rules.read(message, shard, Stage.TOTAL, numbers[shard.start : shard.stop])
                 else:
-                    numbers[shard.start : shard.stop] = total.numbers
+                    numbers[shard.start : shard.stop] = owners.end(total, shard).numbers
                 peaks.append(total.peaks)
             divisor = self._world if mean else 1
             bad = torch.maximum(bad, leave(numbers, torch.cat(peaks), chunk, rules.factors, marks, divisor, result))
             travelled = largest_peaks(travelled, chunk, torch.cat(peaks))
         remember_bounds(state, self._layers, dict(enumerate(travelled)))
+        if self._feedback is not None:
+            self._feedback.finish(list(self._owners()))
         return result, bad
 
-
-def _flat(gradients: Mapping[str, Tensor], names: list[str]) -> Tensor:
-    pieces = [gradients[name].detach().reshape(-1) for name in names]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    def _owners(self) -> Iterator[tuple[int, Shard]]:
+        """Who adds up which shard in a real world."""
+        for chunk in chunks_of(self._layers, self._reduction.shards(self._world), self._cuts):
+            for index, shard in enumerate(chunk.shards):
+                owner = self._reduction.owner(index, self._world)
+                assert owner is not None
+                yield owner, shard

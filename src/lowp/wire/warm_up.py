@@ -1,26 +1,107 @@
-"""Kernels are compiled before the first message, not while the other ranks wait for it."""
+"""Kernels are built at registration, and not during training while the other ranks wait.
 
-from collections.abc import Iterable
+Which kernels a run needs follows from formats, rounding, reduction, error feedback and more. A list of them would be a second
+statement of all that. So a step is rehearsed instead: each rank's work on a few numbers, in this process, with messages of
+zeros in place of the others'. Whatever that calls is built at its first call (`kernels.building`); kernels serve every size.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from lowp.tensor.kernels import SMALL, kernel_info
-from lowp.tensor.noise import Noise
+from lowp.tensor.kernels import building, kernel_info
 from lowp.wire.codec import Codec
+from lowp.wire.exchange import BucketExchange, State
+from lowp.wire.link import ChunkLink, GroupLink, Pending
+from lowp.wire.plan import Layer
+from lowp.wire.pump import Pump
+from lowp.wire.reductions.base import Reduction
+from lowp.wire.reductions.two_shot import TwoShot
+from lowp.wire.report import Meter
+from lowp.wire.settings import Settings
+
+RANKS = 8  # of a larger world, as many are rehearsed: the others call no other kernels
+ELEMENTS = 64  # of a layer, for each rank
+MANY = (17, 65, 257, 1025)  # layers: not on a CPU, there are kernels for up to 16, 64, 256 ... in a bucket (exchange.py)
+_DEFAULT = TwoShot()
 
 
-def warm_up(codecs: Iterable[Codec], device: torch.device) -> None:
-    """Encode and decode something as large as the real thing will be."""
-    for codec in codecs:
-        if kernel_info()["policy"] != "never" and (codec, device) not in _warm:
-            numbers = torch.zeros(SMALL, device=device)
-            message = torch.empty(codec.wire_bytes(SMALL), dtype=torch.uint8, device=device)
-            noise = Noise(0) if codec.stochastic else None
-            codec.encode(numbers, message, noise, torch.zeros(1, dtype=torch.uint8, device=device))
-            codec.decode(message, numbers)
-            if codec.adds(device):
-                codec.decode(message, numbers, add=True)
-            _warm.add((codec, device))
+def warm_up(
+    codecs: Iterable[Codec],
+    device: torch.device,
+    settings: Settings | None = None,
+    reduction: Reduction = _DEFAULT,
+    world: int = 2,
+    layers: int = 1,
+    dtypes: Iterable[torch.dtype] = (torch.float32,),
+) -> None:
+    """Build all kernels that these codecs need in this reduction, unless that was done before.
+
+    `layers` is how many there are at most in a bucket, `dtypes` are the gradients'.
+    """
+    if kernel_info()["policy"] == "never":
+        return
+    settings = settings or Settings("fp32")
+    counts = [1, *(count for count in MANY if count <= layers and device.type != "cpu")]
+    asked = settings.describe()
+    cases = [_Case(codec, device, dtype, count, asked, reduction) for codec in codecs for dtype in dtypes for count in counts]
+    for case in cases:
+        if case not in _warm:
+            with _disable_current_modes():  # an audit is not concerned
+                _rehearse(case, settings, min(world, RANKS))  # tables are made here, once, and need no kernel
+                with building():
+                    _rehearse(case, settings, min(world, RANKS))
+            _warm.add(case)
 
 
-_warm: set[tuple[Codec, torch.device]] = set()
+class _Case(NamedTuple):
+    codec: Codec
+    device: torch.device
+    dtype: torch.dtype
+    layers: int
+    settings: str
+    reduction: Reduction
+
+
+_warm: set[_Case] = set()
+
+
+def _rehearse(case: _Case, settings: Settings, world: int) -> None:
+    """A step of one bucket; where the reduction depends on the bucket's size, of both kinds.
+
+    Codecs are alone in a bucket because messages are added in one pass only where all codecs in them can do that.
+    """
+    layers = tuple(Layer(str(number), ELEMENTS * world, case.codec, number) for number in range(case.layers))
+    for kind in dict.fromkeys((case.reduction.of_size(0), case.reduction.of_size(1 << 62))):
+        for rank in range(world):
+            flat = torch.ones(len(layers) * ELEMENTS * world, dtype=case.dtype, device=case.device)
+            pump, link, meter = Pump(), _Mute(rank, world), Meter(whole=settings.measure)
+            BucketExchange(flat, layers, settings, kind, link, State(), meter, True, lambda marks: None).start(pump)
+            pump.run()
+
+
+class _Mute(GroupLink):
+    """A link that sends nothing, and on which zeros arrive."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.bytes_sent, self._taken = rank, world, 0, 0
+
+    def maximum(self, numbers: Tensor) -> list[Pending]:
+        return []
+
+    def plain_sum(self, numbers: Tensor) -> list[Pending]:
+        return []
+
+    def for_chunk(self) -> ChunkLink:
+        return _MuteChunk(self, self.take_number())
+
+
+class _MuteChunk(ChunkLink):
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+        for rank, message in receives.items():
+            if rank != self.rank:
+                message.zero_()
+        return []

@@ -1,14 +1,105 @@
-"""Where compiled kernels are kept between processes."""
+"""Where compiled kernels are kept between processes.
 
+What lies here is loaded and run, so it must be this user's, and writable by nobody else: the folder, and each file.
+
+1. The folder is opened once, and checked by what was opened: its owner and its mode. Files are then reached through it, not by
+   their path. Where somebody else may rename a folder above it, he gains nothing: what he puts there is refused for its owner.
+2. A file ends in the SHA-256 of what is before (a loader of libraries does not look behind their end). One that was cut off or
+   damaged, by a full disk or a crash, is made again: to load it would end the process.
+3. A new file is written under another name, for this user alone, and renamed: others see it whole or not at all.
+"""
+
+import ctypes
+import errno
+import hashlib
 import os
+import secrets
+import stat
 import tempfile
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
+
+OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+DIGEST = hashlib.sha256().digest_size
 
 
-def cache_folder() -> Path:
-    """LOWP_CACHE, or a folder of the user's own among temporary files. What is in it is run: nobody else may write there."""
-    folder = Path(os.environ.get("LOWP_CACHE") or Path(tempfile.gettempdir()) / f"lowp-kernels-{os.getuid()}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else; set LOWP_CACHE to a folder of your own")
+class UnsafeCache(PermissionError):
+    """Somebody else could have put a library there. Nothing of it was loaded."""
+
+
+def load_library(name: str, make: Callable[[], bytes]) -> ctypes.CDLL:
+    """The library of that name, which `make` compiles if it is not there, or not whole. A name stands for one content."""
+    path = _folder()
+    folder = _open_folder(path)
+    try:
+        if not _is_whole(folder, name, path):
+            _write(folder, name, make())
+        return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}" if os.path.isdir("/proc/self/fd") else f"{path}/{name}")
+    finally:
+        os.close(folder)
+
+
+def _folder() -> str:
+    """LOWP_CACHE, which may be a symbolic link of the user's, or a folder among temporary files, which may not be one."""
+    named = os.environ.get("LOWP_CACHE")
+    return os.path.realpath(named) if named else os.path.join(tempfile.gettempdir(), f"lowp-kernels-{os.getuid()}")
+
+
+def _open_folder(path: str) -> int:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise UnsafeCache(
+                f"the kernel cache {path} is a link or a file, not a folder: remove it, or set LOWP_CACHE"
+            ) from None
+        raise
+    try:
+        _check(os.fstat(folder), f"the kernel cache {path}")
+    except UnsafeCache:
+        os.close(folder)
+        raise
     return folder
+
+
+def _check(found: os.stat_result, what: str) -> None:
+    if found.st_uid not in (os.getuid(), 0):
+        raise UnsafeCache(f"{what} belongs to user {found.st_uid}: remove it, or set LOWP_CACHE to a folder of your own")
+    if found.st_mode & OF_OTHERS:
+        mode = stat.S_IMODE(found.st_mode)
+        raise UnsafeCache(
+            f"{what} can be written by others (mode {mode:o}): remove it, or set LOWP_CACHE to a folder of your own"
+        )
+
+
+def _is_whole(folder: int, name: str, path: str) -> bool:
+    """Is the file there, nobody else's, and as it was written?"""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise UnsafeCache(f"the kernel {path}/{name} cannot be opened ({error.strerror}): remove it") from None
+    with open(file, "rb") as opened:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise UnsafeCache(f"the kernel {path}/{name} is not a file: remove it")
+        _check(found, f"the kernel {path}/{name}")
+        content = opened.read()
+    return hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
+
+
+def _write(folder: int, name: str, content: bytes) -> None:
+    partial = f".{name}.{secrets.token_hex(8)}"
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    try:
+        with open(file, "wb") as opened:
+            opened.write(content + hashlib.sha256(content).digest())
+        os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):  # the error above is the one to tell
+            os.unlink(partial, dir_fd=folder)
+        raise

@@ -13,6 +13,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lowp.tensor.lists.cache import cache_folder
+from lowp.tensor.lists.cache import load_library
 from lowp.tensor.lists.trace import Element, Program, Statement, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
@@ -217,19 +218,35 @@ def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str]
     """Compile and load `run`; what was compiled before on this kind of machine is found again."""
     command = [compiler(), *_FLAGS, *flags]
     name = hashlib.sha256("\0".join([text, _machine(), *command]).encode()).hexdigest()[:32]
-    library = cache_folder() / f"{name}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            written, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-            written.write_text(text)
-            done = subprocess.run([*command, str(written), "-o", str(made)], capture_output=True, text=True, timeout=300)
-            if done.returncode:
-                raise RuntimeError(f"{command[0]} could not compile a kernel: {done.stderr[:2000]}")
-            os.replace(made, library)
-    run = ctypes.CDLL(str(library)).run
+    run = load_library(f"{name}.so", lambda: _compiled(command, text)).run
     run.restype = None
     run.argtypes = list(arguments)
     return run
+
+
+def _compiled(command: list[str], text: str) -> bytes:
+    """The library. The compiler is a group of processes of its own: Ctrl-C on the terminal is for this process to hear, which
+    may have a step to finish first, and ends all of them if it is to end at once."""
+    with tempfile.TemporaryDirectory(prefix="lowp-build-") as folder:
+        written, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+        written.write_text(text)
+        process = subprocess.Popen(
+            [*command, str(written), "-o", str(made)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        try:
+            said = process.communicate(timeout=300)[1]
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise
+        if process.returncode:
+            raise RuntimeError(f"{command[0]} could not compile a kernel: {said[:2000]}")
+        return made.read_bytes()
 
 
 @lru_cache(maxsize=4)

@@ -8,6 +8,7 @@ function is written once, in torch operations on one tensor; it runs as
 - plain operations, tensor by tensor, where nothing can be compiled. The bits are the same.
 """
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -173,6 +174,20 @@ class ListFunction:
             for number, (kind, result) in enumerate(zip(self.reductions, results[len(self.writes) :], strict=True)):
                 reduced[number, i] = result.to(torch.int64).amax() if kind == "max" else result.sum(dtype=torch.int64)
         return reduced
+
+
+def plain_because(device: torch.device) -> str | None:
+    """Why functions of lists will run as plain operations on this device; None where kernels can be compiled."""
+    if kernels.kernel_info()["policy"] == "never":
+        return "kernels are switched off (LOWP_KERNELS=never)"
+    if device.type == "cpu":
+        try:
+            cpp.compiler()
+        except FileNotFoundError as error:
+            return str(error)
+    elif importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None
 
 
 @lru_cache(maxsize=256)

@@ -46,8 +46,9 @@ def check_operands(function: str, *operands: Tensor | None) -> None:
 
 
 def noise_parts(seed: Seed) -> tuple[list[int], Tensor | None, Tensor | None]:
-    """Seed, step, stream and offset as numbers, and the first two as tensors where they are."""
+    """Seed, step, stream, offset and domain as numbers, and the first two as tensors where they are."""
     noise = seed if isinstance(seed, Noise) else Noise(seed)
     tensors = [part if isinstance(part, Tensor) else None for part in (noise.seed, noise.step)]
-    numbers = [0 if isinstance(part, Tensor) else signed(part) for part in (noise.seed, noise.step, noise.stream, noise.offset)]
+    parts = noise.seed, noise.step, noise.stream, noise.offset, int(noise.domain)
+    numbers = [0 if isinstance(part, Tensor) else signed(part) for part in parts]
     return numbers, *tensors  # type: ignore[return-value]

@@ -1,7 +1,7 @@
 """The noise of stochastic rounding, defined.
 
 Rounding number r (from 0, in the order in which one element of a result is computed, those of products included, also where
-nothing is inexact) of element e (its row-major index in the result) takes the draw of `Noise(seed, step, stream)` at the index
+nothing is inexact) of element e (its row-major index in the result) takes the draw of its `Noise` at the index
 
     (2^32 + part * 2^30 + r) * 2^30 + offset + e
 
@@ -32,7 +32,7 @@ def keys_of(noise: Noise, part: int, roundings: int, elements: int, device: torc
     firsts = (numbers + (_PARTS + part * _BLOCK)) * _BLOCK + noise.offset
     streams = torch.full_like(numbers, signed(noise.stream))
     seed, step = (_words(number, there) for number in (noise.seed, noise.step))
-    columns = key_columns(seed, step, streams, firsts)
+    columns = key_columns(noise.domain, seed, step, streams, firsts)
     return torch.stack([column.expand(roundings) for column in columns], dim=1).to(device, non_blocking=True)
 
 

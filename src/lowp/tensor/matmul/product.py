@@ -17,7 +17,7 @@ from lowp.tensor.matmul.arguments import Seed, arithmetic_name, check_operands, 
 from lowp.tensor.matmul.arithmetic import name_of, named
 from lowp.tensor.matmul.contraction import contract
 from lowp.tensor.matmul.job import Job
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 
 
 def matmul(
@@ -115,7 +115,7 @@ def noise_of(numbers: Sequence[int], seed: Tensor | None, step: Tensor | None) -
     """What `noise_parts` took apart. A tensor on the host is read there, where nobody waits for it."""
     own = [int(t) if t is not None and t.device.type == "cpu" else t for t in (seed, step)]
     parts: list[Any] = [number if tensor is None else tensor for number, tensor in zip(numbers, own, strict=False)]
-    return Noise(*parts, *numbers[2:])
+    return Noise(*parts, *numbers[2:4], domain=Domain(numbers[4]))
 
 
 @_matmul.register_fake

@@ -23,6 +23,7 @@ from lowp.train.data.sets import IMAGE_SETS
 from lowp.train.data.text import open_text
 from lowp.train.data.wrappers import Augmented, Limited, Transformed
 from lowp.train.plugins import is_plugin, load_plugin
+from lowp.train.regular_file import user_path
 
 _TEXT = "text:"
 _SHAKESPEARE = Files(
@@ -78,11 +79,11 @@ def _open(settings: DataChoice, device: torch.device, dtype: torch.dtype, direct
 def _text_path(name: str, directory: Path | None) -> Path:
     if name == _SHAKESPEARE.set_name:
         return locate(_SHAKESPEARE, directory)[0]
-    path = Path(name.removeprefix(_TEXT)).expanduser()
-    if path.is_file() or path.is_absolute():
+    path = user_path(name.removeprefix(_TEXT))
+    if path.exists() or path.is_absolute():
         return path
     below = data_directory(directory) / path
-    return below if below.is_file() else path
+    return below if below.exists() else path
 
 
 def _meant(name: str) -> str:

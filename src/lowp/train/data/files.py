@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowp.train.data.download import Download, DownloadFailed, download
+from lowp.train.regular_file import user_path
 
 CACHE = "~/.cache/lowp/data"
 
@@ -23,16 +24,16 @@ class Files:
     folders: tuple[str, ...] = ()  # where else to look in a data directory: as other programs lay the set out
 
     def present_in(self, folder: Path) -> list[Path] | None:
-        """The files in the order of `names`, if all are there."""
-        found = [next((folder / name for name in spellings if (folder / name).is_file()), None) for spellings in self.names]
+        """The files in the order of `names`, if all are there. What is there and no file is refused when it is opened."""
+        found = [next((folder / name for name in spellings if (folder / name).exists()), None) for spellings in self.names]
         return None if None in found else [path for path in found if path is not None]
 
 
 def data_directory(given: Path | None) -> Path:
     if given is not None:
-        directory, said = given.expanduser(), "--data"
+        directory, said = user_path(str(given)), "--data"
     elif os.environ.get("LOWP_DATA"):
-        directory, said = Path(os.environ["LOWP_DATA"]).expanduser(), "$LOWP_DATA"
+        directory, said = user_path(os.environ["LOWP_DATA"]), "$LOWP_DATA"
     else:
         return Path(CACHE).expanduser()
     if not directory.is_dir():  # likely a slip of the pen: nothing is downloaded into a directory made by mistake

@@ -8,6 +8,7 @@ on a stream of their own, two batches ahead.
 
 import inspect
 import random
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,20 +20,32 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lowp.train.data.base import Data, Request, Split
-from lowp.train.plugins import load_plugin
+from lowp.train.plugins import PluginError, blamed, load_plugin
 from lowp.train.randomness import seed_of
 
 _AHEAD = 2  # batches on their way to the device
 
 
 class _Batches(Dataset):
-    """The dataset as the DataLoader sees it: an item is a micro-batch, its index the request."""
+    """The dataset as the DataLoader sees it: an item is a micro-batch, its index the request.
 
-    def __init__(self, samples: Any, dtype: torch.dtype) -> None:
+    An error of the dataset is an item too. Raised in a worker, it would arrive as a page of text, the worker's traceback.
+    """
+
+    def __init__(self, name: str, samples: Any, dtype: torch.dtype) -> None:
+        self._name = name
         self._samples = samples
         self._dtype = dtype
 
-    def __getitem__(self, index: Request) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: Request) -> tuple[Tensor, Tensor] | PluginError:
+        try:
+            with blamed(f"data set {self._name!r}"):
+                return self._batch(index)
+        except PluginError as error:
+            error.add_note(traceback.format_exc())  # a cause does not travel between processes
+            return error
+
+    def _batch(self, index: Request) -> tuple[Tensor, Tensor]:
         with _seeded(seed_of(*index.key, "dataset")):
             inputs, targets = default_collate([self._samples[place] for place in index.indices.tolist()])
         # Already here, in the worker: a 16-bit batch is half as much to copy.
@@ -40,9 +53,10 @@ class _Batches(Dataset):
 
 
 class Mapped:
-    def __init__(self, samples: Any, workers: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, samples: Any, workers: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._name = name
         self._size = len(samples)
-        self._batches = _Batches(samples, dtype)
+        self._batches = _Batches(name, samples, dtype)
         self._workers = workers
         self._device = device
 
@@ -59,7 +73,16 @@ class Mapped:
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator().manual_seed(seed_of("workers")),  # else it draws from the global one
         )
-        return _to_cuda_ahead(loader, self._device) if self._device.type == "cuda" else iter(loader)
+        batches = self._arriving(loader)
+        return _to_cuda_ahead(batches, self._device) if self._device.type == "cuda" else batches
+
+    def _arriving(self, loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
+        """The loader's items but for errors, which are raised. A worker that is killed is an error of the loader's own."""
+        with blamed(f"data set {self._name!r}"):
+            for item in loader:
+                if isinstance(item, PluginError):
+                    raise item
+                yield item
 
 
 def open_mapped(name: str, options: Mapping[str, Any], workers: int, device: torch.device, dtype: torch.dtype) -> Data:
@@ -76,17 +99,21 @@ def open_mapped(name: str, options: Mapping[str, Any], workers: int, device: tor
     for split, samples in (("training", train), ("test", test)):
         if not hasattr(samples, "__getitem__") or not hasattr(samples, "__len__"):
             raise ValueError(f"data set {name!r}: its {split} set ({type(samples).__name__}) is not map-style: no len() or []")
-        if len(samples) == 0:
+        with blamed(f"data set {name!r}"):
+            size = len(samples)
+        if size == 0:
             raise ValueError(f"data set {name!r}: its {split} set is empty")
     shape, kind = _describe(name, train)
     classes = made[2] if len(made) == 3 else _count_classes(name, train)
-    splits: list[Split] = [Mapped(samples, workers, device, dtype) for samples in (train, test)]
+    if not isinstance(classes, int) or isinstance(classes, bool) or classes < 1:
+        raise ValueError(f"data set {name!r}: the number of classes must be a whole number from 1 on, not {classes!r}")
+    splits: list[Split] = [Mapped(name, samples, workers, device, dtype) for samples in (train, test)]
     return Data(name, splits[0], splits[1], shape, classes, kind)
 
 
 def _describe(name: str, samples: Any) -> tuple[tuple[int, ...], str]:
     """Shape and kind, as the first sample shows them: floats are images, integers are text."""
-    with _seeded(seed_of("describe")):
+    with blamed(f"data set {name!r}"), _seeded(seed_of("describe")):
         sample = samples[0]
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         raise ValueError(f"data set {name!r}: a sample must be a pair (inputs, target), not {type(sample).__name__}")

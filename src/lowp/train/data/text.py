@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from lowp.train.data.base import Data, Key, Request, generator_of, to_device
+from lowp.train.regular_file import read_regular
+
+LARGEST = 1 << 30  # bytes of a text: all of it is in memory
 
 
 class ResidentText:
@@ -48,18 +51,22 @@ def open_text(name: str, path: Path, context: int, device: torch.device) -> Data
     if context < 1:
         raise ValueError(f"data.context must be at least 1, not {context}")
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read the text {path}: {error.strerror}") from None
+        content = read_regular(path, LARGEST)
+    except ValueError as error:
+        raise ValueError(f"cannot read the text {error}") from None
     in_test = len(content) // 10
     if in_test < context + 1:
         raise ValueError(
             f"the text {path} has {len(content)} characters: too short for data.context = {context}; "
             f"its last tenth, the test split, must hold {context + 1}"
         )
-    text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    vocabulary, codes = torch.unique(text, return_inverse=True)
-    codes = codes.to(torch.uint8)
+    vocabulary = bytes(byte for byte in range(256) if byte in content)
+    codes = torch.frombuffer(bytearray(content.translate(_places(vocabulary))), dtype=torch.uint8)
     train = ResidentText(codes[:-in_test], context, device, shifting=True)
     test = ResidentText(codes[-in_test:], context, device, shifting=False)
     return Data(name, train, test, shape=(context,), classes=len(vocabulary), kind="text")
+
+
+def _places(vocabulary: bytes) -> bytes:
+    """A table for `bytes.translate`: where each byte stands in the vocabulary."""
+    return bytes(max(vocabulary.find(byte), 0) for byte in range(256))

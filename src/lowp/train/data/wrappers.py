@@ -2,12 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowp.train.data.augment import Augment
 from lowp.train.data.base import Key, Request, Split, generator_of, to_device
+from lowp.train.plugins import blamed
 from lowp.train.randomness import seed_of
 
 Transform = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
@@ -63,6 +65,18 @@ class Transformed:
             case (Tensor() as inputs, Tensor() as targets) if len(inputs) == len(targets):
                 return inputs, targets
         raise ValueError(f"data.transform {self._name!r} must return (inputs, targets), two tensors with as many samples each")
+
+
+def chosen(keep: Any, inputs: Tensor, targets: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The samples that the user's filter `name` has chosen: by one truth value for each, or by indices."""
+    with blamed(f"data.filter {name!r} returned {type(keep).__name__}, which cannot choose samples"):
+        of_inputs, of_targets = inputs[keep], targets[keep]
+    if of_targets.dim() != targets.dim():  # None or a number are indices too, for torch
+        raise ValueError(
+            f"data.filter {name!r} returned {type(keep).__name__}, which cannot choose samples; wanted is a tensor of one "
+            "truth value a sample, or of indices"
+        )
+    return of_inputs, of_targets
 
 
 def _with_keys(split: Split, requests: Iterable[Request]) -> Iterator[tuple[Key, Tensor, Tensor]]:

@@ -37,7 +37,7 @@ def exchange_for(
 ) -> Exchange:
     buckets = buckets_of(parameters, bucket_bytes)
     if ranks > 1:
-        return RealExchange(parameters, buckets, settings, rank, device)
+        return RealExchange(model, parameters, buckets, settings, rank, device)
     if virtual_ranks == 1 and settings.format == "fp32":
         return Alone()
     return VirtualRanks(model, parameters, buckets, settings, virtual_ranks)

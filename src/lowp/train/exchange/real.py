@@ -11,6 +11,7 @@ from lowp.train.exchange.base import Gradients
 from lowp.train.world import named_failure
 from lowp.wire.compressor import Compressor
 from lowp.wire.exchange import State
+from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
 
 
@@ -51,8 +52,10 @@ class Carrier(Protocol):
 class Compressed:
     """By the wire's compressor, in its formats and its order of additions."""
 
-    def __init__(self, shapes: Mapping[str, torch.Size], settings: Settings, device: torch.device) -> None:
-        self._compressor = Compressor(shapes, settings, device=device)
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], settings: Settings, device: torch.device, names: Mapping[str, str]
+    ) -> None:
+        self._compressor = Compressor(parameters, settings, device=device, names=names)
         self.step_done = self._compressor.step_done
         self.step_arrived = self._compressor.step_arrived
         self.close = self._compressor.close
@@ -108,13 +111,15 @@ class Plain:
     def close(self) -> None: ...
 
 
-def carrier_for(parameters: Mapping[str, nn.Parameter], settings: Settings, device: torch.device) -> Carrier:
+def carrier_for(
+    parameters: Mapping[str, nn.Parameter], settings: Settings, device: torch.device, names: Mapping[str, str]
+) -> Carrier:
     """Of the same kind on all ranks: it follows from what they have in common."""
     all_fp32 = settings.format == "fp32" and not settings.layers and str(settings.reduction) in ("two_shot", "one_shot")
     plain = all_fp32 and settings.accumulate is None and all(p.dtype == torch.float32 for p in parameters.values())
     if plain and dist.get_world_size() == 2:
         return Plain()
-    return Compressed({n: p.shape for n, p in parameters.items()}, settings, device)
+    return Compressed(parameters, settings, device, names)
 
 
 class RealExchange:
@@ -127,6 +132,7 @@ class RealExchange:
 
     def __init__(
         self,
+        model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         buckets: list[list[str]],
         settings: Settings,
@@ -136,7 +142,7 @@ class RealExchange:
         self.ranks = range(rank, rank + 1)
         self._parameters = parameters
         self._device = device
-        self._carrier = carrier_for(parameters, settings, device)
+        self._carrier = carrier_for(parameters, settings, device, all_names(model))
         self._buckets = [Bucket(names, parameters) for names in buckets]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._armed = False

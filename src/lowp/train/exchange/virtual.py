@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.train.exchange.base import Gradients
+from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
 from lowp.wire.virtual import VirtualExchange
 
@@ -31,12 +32,13 @@ class VirtualRanks:
         self.ranks = range(size)
         self._model = model
         self._parameters = parameters
-        self._exchange = VirtualExchange(size, {n: p.shape for n, p in parameters.items()}, settings, buckets=buckets)
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._exchange = VirtualExchange(size, shapes, settings, buckets=buckets, names=all_names(model))
         self._sent = self._of_fp32 = 0.0
 
     def reduce(self, gradients: Gradients) -> None:
         source = _Source(self._model, self._parameters, gradients, keep=self._exchange.asks_twice and self._fits)
-        sent, of_fp32 = self._exchange.bytes_a_rank()
+        sent, of_fp32 = self._exchange.bytes_sent(0, next(iter(self._parameters.values())).device)
         self._before = self._exchange.state.snapshot()
         self._residuals = [{n: r.clone() for n, r in residuals.items()} for residuals in self._exchange.residuals]
         means = self._exchange.reduce(source)
@@ -58,6 +60,7 @@ class VirtualRanks:
         return len(self.ranks) * size < free / 2
 
     def bytes_sent(self) -> tuple[float, float]:
+        """By rank 0, as a real run counts them."""
         return self._sent, self._of_fp32
 
     def undo(self) -> None:

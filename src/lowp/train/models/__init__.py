@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowp.train.models.alexnet import alexnet
@@ -19,8 +20,9 @@ from lowp.train.models.davidnet import davidnet
 from lowp.train.models.gpt import gpt
 from lowp.train.models.lstm import lstm
 from lowp.train.models.mlp import mlp
+from lowp.train.models.options import check_options
 from lowp.train.models.resnet import resnet18, resnet50
-from lowp.train.plugins import is_plugin, load_plugin
+from lowp.train.plugins import blamed, is_plugin, load_plugin
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     function.__name__: function for function in (mlp, cnn, alexnet, davidnet, resnet18, resnet50, lstm, gpt)
@@ -39,11 +41,13 @@ def build_model(name: str, *, shape: tuple[int, ...], classes: int, options: dic
         classes: the number of classes, or of characters in the vocabulary.
     """
     if name.startswith(_TORCHVISION):
-        return _from_torchvision(name.removeprefix(_TORCHVISION), classes, options)
+        return _from_torchvision(name, classes, options)
     given = {"shape": tuple(shape), "classes": classes}
     if not is_plugin(name):
         function = _known(name, MODELS, "model")
-        return _call(name, function, given, options)
+        check_options(name, function, options)
+        with blamed(f"model {name!r}", passing=(ValueError,)):  # weights that do not fit into memory, say
+            return _call(name, function, given, options)
     function = load_plugin(name, "model")
     taken = {parameter for parameter in inspect.signature(function).parameters if parameter in given}
     model = _call(name, function, {key: given[key] for key in taken}, options)
@@ -79,14 +83,20 @@ def _call(name: str, function: Callable[..., Any], given: dict[str, Any], option
 def _from_torchvision(name: str, classes: int, options: dict[str, Any]) -> nn.Module:
     try:
         models = importlib.import_module("torchvision.models")
-    except ImportError:
-        raise ValueError(f"model 'torchvision:{name}' needs torchvision: pip install torchvision") from None
+    except ModuleNotFoundError as error:
+        if error.name in ("torchvision", "torchvision.models"):
+            raise ValueError(f"model {name!r} needs torchvision: pip install torchvision") from None
+        raise ValueError(f"model {name!r}: torchvision needs {error.name}, which is not installed") from error
+    except Exception as error:  # one that was built for another torch fails in many ways
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"model {name!r}: torchvision cannot be imported ({why}); install the version that goes with torch "
+            f"{torch.__version__}"
+        ) from error
     known = {entry: models.get_model_builder(entry) for entry in models.list_models(module=models)}
-    builder = _known(name, known, "torchvision model")
-    try:
+    builder = _known(name.removeprefix(_TORCHVISION), known, "torchvision model")
+    with blamed(f"model {name!r}"):  # options are passed on through several functions: only the call itself knows them all
         return builder(num_classes=classes, **options)
-    except TypeError as error:  # torchvision passes options on through several functions: only the call itself knows them all
-        raise ValueError(f"model 'torchvision:{name}': {error}") from None
 
 
 def _known(name: str, known: dict[str, Callable[..., Any]], what: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """AlexNet in its single-tower form (arXiv 1404.5997), with a batch norm after pool5.
 
-That batch norm is what lets AlexNet train in batches of 64 k (PAPERS.md section 3): without it, the inputs of the first linear
-layer drift with the learning rate.
+That batch norm is what lets AlexNet train in batches of 64 k (docs/PAPERS.md, section 3): without it, the inputs of the first
+linear layer drift with the learning rate.
 
 Images of 128 pixels and more enter by the original stem (11 x 11, stride 4, overlapping pools). Smaller ones would be gone
 after it: theirs is a 3 x 3 convolution, and every pool halves the image, so that 32 pixels end as 4 and 28 as 3.

@@ -1,6 +1,6 @@
 """A multi-layer perceptron: linear layers with ReLU between them, for data of any shape.
 
-The MNIST network of PAPERS.md section 2 is `hidden=(1024, 1024), dropout=(0.2, 0.3, 0.3)`.
+The MNIST network of docs/PAPERS.md, section 2, is `hidden=(1024, 1024), dropout=(0.2, 0.3, 0.3)`.
 """
 
 import math

@@ -14,6 +14,10 @@ Both ways are a pair of functions around an ordinary linear layer, as in Megatro
 is a sum over ranks, `_Gather` is the concatenation over ranks whose gradient is a slice. Rounding on the way counts as the
 identity.
 
+In `fp32` nothing is rounded on the way. Still the model is near the whole one, not equal to the last bit: torch may add up a
+product of another shape in another order (docs/EQUALITY.md). Real and virtual ranks compute products of the same shapes: the
+same bits.
+
 Layers that are not split are the same everywhere, and stay so, as all ranks compute the same from the same bytes. What is
 random in them (dropout) must be drawn alike: seed torch's generator with the same number on all ranks before a step.
 """

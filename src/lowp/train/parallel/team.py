@@ -6,7 +6,8 @@
 
 `RealTeam` is one of several processes, `VirtualTeam` is one process that stands for all ranks. Whatever is built on a team is
 written once, for "the ranks that live here": one of them, or all. That is why a virtual team computes what the real one does,
-bit for bit: the same products of the same shapes, the same bytes.
+bit for bit: the same products of the same shapes, the same bytes. (On the same kind of processor, with as many threads a rank:
+torch promises no more, docs/EQUALITY.md.)
 """
 
 from abc import ABC, abstractmethod
@@ -153,8 +154,8 @@ class VirtualTeam(Team):
         exchange = VirtualExchange(
             self.world, {"sum": addends[0].shape}, codec.codec.format, scale=codec.codec.scale, reduction="two_shot"
         )
-        sent, of_fp32 = exchange.bytes_a_rank()
-        self._count(self.world * sent, self.world * of_fp32)
+        for rank in self.local:
+            self._count(*exchange.bytes_sent(rank, addends[0].device))
         return exchange.reduce(lambda rank: {"sum": addends[rank]}, mean=False)["sum"]
 
     def pass_on(self, message: Tensor | None, source: int, target: int, room: Tensor | None, count: int) -> Tensor | None:

@@ -34,11 +34,11 @@ def fp8_all() -> Recipe:
 
 @named
 def fixed16() -> Recipe:
-    """16-bit fixed point for everything, with stochastic rounding (arXiv 1502.02551).
+    """Weights, activations, errors and gradients in 16-bit fixed point, with stochastic rounding (arXiv 1502.02551).
 
-    A sign, 7 bits before the point and 8 after it: the paper's <8, 8>. Errors are not divided by the batch before they are
-    rounded (that is the loss scale), and there is no momentum, whose float32 would carry what fixed point loses.
-    --set precision.rounding=nearest --set precision.update=nearest shows what stochastic rounding is good for.
+    A sign, 7 bits before the point and 8 after it: the paper's <8, 8>. Sums inside layers are FP32. Errors are not divided by
+    the batch before they are rounded (that is the loss scale), and there is no momentum, whose float32 would carry what fixed
+    point loses. --set precision.rounding=nearest --set precision.update=nearest shows what stochastic rounding is good for.
     """
     return changed(
         fp32(),

@@ -34,8 +34,10 @@ def mixed() -> Recipe:
 def pure16() -> Recipe:
     """FP16 everywhere, no FP32 tensor at all: weights, gradients, states, wire.
 
-    Updates are rounded stochastically, the loss scale is dynamic, and the first step runs under lowp.audit. Slow on CPUs
-    without FP16 units: --set precision.weights=bf16 --set wire.format=bf16 is faster there.
+    Updates are rounded stochastically, the loss scale is dynamic, and the first step runs under lowp.audit. It allows two kinds
+    of temporaries: sums inside torch's own kernels, and the wire's sums of several ranks, which are FP32 and rounded once
+    (--set wire.reduction=sequential adds in FP16). Slow on CPUs without FP16 units: --set precision.weights=bf16
+    --set wire.format=bf16 is faster there.
     """
     return changed(
         fp32(),
@@ -46,19 +48,33 @@ def pure16() -> Recipe:
 
 @named
 def aps8() -> Recipe:
-    """Gradients travel in 8 bits with Auto Precision Scaling (arXiv 1911.08907).
+    """Gradients travel in e5m2 with Auto Precision Scaling; sums are FP32, rounded once (not the paper's).
 
-    e5m2 with one power of two for each layer, agreed between ranks by one byte. --set wire.scale=none shows what that is
-    good for.
+    One power of two for each layer, agreed between ranks by one byte (arXiv 1911.08907). --set wire.scale=none shows what that
+    is good for. `aps8-paper` also adds in 8 bits, as the paper does. With one rank nothing travels: --ranks 2.
     """
     return changed(fp32(), wire={"format": "e5m2", "scale": "aps"})
+
+
+@named
+def aps8_paper() -> Recipe:
+    """APS as published: every partial sum of the gradients is rounded to e5m2 too (arXiv 1911.08907).
+
+    8 virtual ranks are added one after the other. The paper's 256 ranks are 8 processes of 32 ranks, which are added inside
+    the processes first, then between them: --virtual-ranks 256 --set batch=256
+    --set "wire.reduction=hierarchical(32, leaders)" --set wire.accumulate=e5m2. That rounds where the paper rounds, but for two
+    things: APS is applied once, with room for 256 addends, where the paper applies it on each level; and the processes' sums
+    are added as a ring adds, each part beginning at another process.
+    """
+    return changed(aps8(), virtual_ranks=8, wire={"reduction": "sequential"})
 
 
 @named
 def fp8() -> Recipe:
     """FP8 throughout: weights and activations e4m3fn, gradients e5m2, states and wire 8 bits (arXiv 2310.18313).
 
-    Float32 weights are updated; what is multiplied is rounded to FP8, each tensor with its own power of two.
+    What is multiplied is rounded to FP8, each tensor with its own power of two; sums, in layers and on the wire, are FP32. The
+    optimizer's momentum is e4m3fn; the weights that it updates are FP32.
     """
     return changed(
         fp32(),
@@ -68,7 +84,7 @@ def fp8() -> Recipe:
             "errors": "e5m2",
             "gradients": "e5m2",
             "scale": "tensor",
-            "state": "fp16",
+            "state": "e4m3fn",
         },
         wire={"format": "e5m2", "scale": "aps"},
     )
@@ -76,9 +92,10 @@ def fp8() -> Recipe:
 
 @named
 def simulate() -> Recipe:
-    """A whole model in a format of your choice: posit8 here.
+    """Weights, activations and errors in a format of your choice: posit8 here.
 
-    --set precision.weights=e3m4 --set precision.activations=int8 ... tries another one.
+    Gradients of weights, optimizer states and updates are FP32. --set precision.weights=e3m4 --set precision.activations=int8
+    ... tries another one.
     """
     return changed(
         fp32(),
@@ -103,7 +120,7 @@ def muppet() -> Recipe:
 
 @named
 def promote() -> Recipe:
-    """Everything in unscaled e4m3fn; a layer that overflows is promoted to FP16 (arXiv 2301.13464)."""
+    """Weights and activations in unscaled e4m3fn; a layer that overflows is promoted to FP16 (arXiv 2301.13464)."""
     return changed(
         fp32(),
         precision={"weights": "e4m3fn", "activations": "e4m3fn", "promote": {"to": "fp16", "after": 1}},

@@ -39,7 +39,9 @@ def lars_64k() -> Recipe:
 def davidnet() -> Recipe:
     """DavidNet on CIFAR-10: 8 x 512, 24 epochs, as CPD has it (arXiv 1911.08907). For a GPU.
 
-    The published loss is a sum over the batch with lr / batch and decay x batch; a mean with lr and decay is the same.
+    CPD's loss is a sum over a rank's 512 samples, ranks' gradients are added and never divided, and 0.4 / 512 is its learning
+    rate, 5e-4 x 512 its decay. For a mean over all 4,096 samples that is a rate of 3.2 and a decay of 6.25e-5. In its first 62
+    steps (5 epochs of 50,000 samples) CPD multiplies the line from 0 to the peak by step / 62: a quadratic warm-up.
     """
     return Recipe(
         epochs=24,
@@ -47,22 +49,44 @@ def davidnet() -> Recipe:
         virtual_ranks=8,
         model={"name": "davidnet", "channels_last": True},
         data={"name": "cifar10", "augment": ["crop", "flip", "cutout"]},
-        optimizer={"name": "sgd", "lr": 0.4, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "decay_vectors": True},
-        learning_rate={"kind": "linear", "points": [0, 5, 24], "factors": [0, 1, 0]},
+        optimizer={"name": "sgd", "lr": 3.2, "momentum": 0.9, "nesterov": True, "weight_decay": 6.25e-5, "decay_vectors": True},
+        learning_rate={"kind": "linear", "points": [0, 5, 24], "factors": [0, 1, 0], "warmup": 5.17},
         precision={"tf32": True},
         log={"every": 12},
     )
 
 
 @named
+def davidnet_512() -> Recipe:
+    """DavidNet as its author trained it: a batch of 512, here 8 x 64, rate 0.4, decay 5e-4. For a GPU.
+
+    `davidnet` with an eighth of the samples in a step. The learning rate rises linearly over 5 epochs and falls over 19.
+    """
+    return changed(
+        davidnet(),
+        batch=512,
+        optimizer={"lr": 0.4, "weight_decay": 5e-4},
+        learning_rate={"warmup": 0.0},
+        log={"every": 97},
+    )
+
+
+@named
 def davidnet_aps8() -> Recipe:
-    """The same with gradients in e5m2 and APS."""
+    """`davidnet` with gradients in e5m2 and APS; sums are FP32, rounded once (not CPD's).
+
+    --set wire.reduction=sequential rounds every partial sum, as CPD does.
+    """
     return changed(davidnet(), wire={"format": "e5m2", "scale": "aps"})
 
 
 @named
 def resnet18_cifar() -> Recipe:
-    """ResNet-18 on CIFAR-10: 8 x 512, 100 epochs, lr 0.1 to 1.6 over 5, falling at 40 and 80. For a GPU."""
+    """ResNet-18 on CIFAR-10: 8 x 512, 100 epochs, gradients in e5m2 with APS (arXiv 1911.08907). For a GPU.
+
+    The learning rate grows from 0.1 to 1.6 over 5 epochs and falls at 40 and 80. Sums are FP32, rounded once;
+    --set wire.reduction=sequential rounds every partial sum, as the paper does.
+    """
     return Recipe(
         epochs=100,
         batch=4096,

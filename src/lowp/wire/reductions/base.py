@@ -116,8 +116,15 @@ class Reduction(ABC):
         """What one rank does for one chunk."""
 
     @abstractmethod
-    def adder(self, shard: Shard, index: int, rules: Rules) -> Adder:
-        """The same additions in the same order, for one shard of the virtual world."""
+    def adder(self, shard: Shard, index: int | None, rules: Rules) -> Adder:
+        """The same additions in the same order, for one shard of the virtual world.
+
+        Where all shards are added in one order, the virtual world may have cut none: then the index is None.
+        """
+
+    @abstractmethod
+    def owner(self, index: int | None, world: int) -> int | None:
+        """The rank that rounds a shard's total; for all shards in one (None), None stands for the owner of each element."""
 
     def turn(self, rank: int, index: int, world: int) -> int:
         """Where shard `index` does not begin with rank 0: the pass over all ranks (0 or 1) in which this rank is added."""

@@ -16,28 +16,31 @@ VARIANTS = ("shards", "leaders")
 
 
 class NodeFold:
-    """A fold within each node, in the format of sums, and a fold of the nodes' sums."""
+    """A fold within each node, in the format of sums, and a fold of the nodes' sums.
 
-    def __init__(self, shard: Shard, nodes: list[range], column: int, rules: Rules, between: Rules, travels: bool) -> None:
+    `holders` are the ranks that add up this shard within each node, by the last rank of the node.
+    """
+
+    def __init__(self, shard: Shard, holders: dict[int, int], rules: Rules, between: Rules, travels: bool) -> None:
         self._shard = shard
-        self._holders = {node[-1]: node[column % len(node)] for node in nodes}
+        self._holders = holders
         self._rules = rules
-        self._between = between
         self._nodes = Fold(shard, between, travels)
+        self._between = between
         self._inside: Load | None = None
 
     def add(self, rank: int, load: Load) -> None:
-        rules, shard = self._rules, self._shard
-        message = rules.write(load, shard, Stage.INSIDE, rank)
-        arrived = rules.read(message, shard, Stage.INSIDE)
+        shard = self._shard
+        mine = self._rules.at(rank)
+        arrived = mine.read(mine.write(load, shard, Stage.INSIDE, rank), shard, Stage.INSIDE)
+        node = next(number for number, last in enumerate(self._holders) if rank <= last)
+        last, holder = list(self._holders.items())[node]
+        rules = self._rules.at(holder)
         self._inside = (
             rules.begin(arrived, shard, rank) if self._inside is None else rules.add(self._inside, arrived, shard, rank)
         )
-        if rank in self._holders:  # the last of its node
-            if self._between.feedback is not None:
-                self._between.feedback.rank = self._holders[rank]
-            node = list(self._holders).index(rank)
-            self._nodes.add_sum(node, _node_addend(self._between, self._inside, shard, node))
+        if rank == last:
+            self._nodes.add_sum(node, _node_addend(self._between.at(holder), self._inside, shard, node), holder)
             self._inside = None
 
     def total(self) -> Load:
@@ -81,7 +84,7 @@ class Hierarchical(Reduction):
 
     def _between(self, rules: Rules) -> Rules:
         """The rules between nodes: sums in float32 at their owners, or partial sums that travel in the wire's format."""
-        return replace(rules, accumulate=FP32 if self.variant == "shards" else None)
+        return replace(rules, accumulate=FP32 if self.variant == "shards" else None, level=1)
 
     def steps(self, world: int) -> int | None:
         return 4 if self.variant == "shards" else None
@@ -92,9 +95,21 @@ class Hierarchical(Reduction):
         else:
             yield from _through_shards(job, self._nodes(job.link.world), self._between(job.rules))
 
-    def adder(self, shard: Shard, index: int, rules: Rules) -> Adder:
+    def adder(self, shard: Shard, index: int | None, rules: Rules) -> Adder:
+        assert index is not None
         nodes, leaders = self._nodes(rules.world), self.variant == "leaders"
-        return NodeFold(shard, nodes, 0 if leaders else index // len(nodes), rules, self._between(rules), leaders)
+        column = 0 if leaders else index // len(nodes)
+        holders = {node[-1]: node[column % len(node)] for node in nodes}
+        between = self._between(rules).at(self.owner(index, rules.world))
+        return NodeFold(shard, holders, rules, between, leaders)
+
+    def owner(self, index: int | None, world: int) -> int:
+        assert index is not None
+        nodes = self._nodes(world)
+        if self.variant == "leaders":
+            return nodes[(index - 1) % len(nodes)][0]
+        column, number = divmod(index, len(nodes))
+        return nodes[number][column % len(nodes[number])]
 
     def turn(self, rank: int, index: int, world: int) -> int:
         return int(self.variant == "leaders" and rank // self.size < index)

@@ -24,5 +24,8 @@ class Hybrid(Reduction):
     def exchange(self, job: Job) -> Steps:
         raise AssertionError("a hybrid is resolved by of_size before it is used")
 
-    def adder(self, shard: Shard, index: int, rules: Rules) -> Adder:
+    def adder(self, shard: Shard, index: int | None, rules: Rules) -> Adder:
+        raise AssertionError("a hybrid is resolved by of_size before it is used")
+
+    def owner(self, index: int | None, world: int) -> int:
         raise AssertionError("a hybrid is resolved by of_size before it is used")

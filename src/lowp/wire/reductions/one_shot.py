@@ -1,6 +1,6 @@
 """Everybody adds up everything."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowp.wire.plan import Shard
 from lowp.wire.reductions.base import Job, Reduction, Steps
@@ -39,8 +39,13 @@ class OneShot(Reduction):
         yield job.link.exchange(dict.fromkeys(ranks, mine), received)
         load = job.load(0)
         messages = [received[rank] for rank in ranks]
-        total = job.rules.fold_messages(messages, job.chunk.shards[0], Stage.ADDEND, ranks, out=load.numbers)
+        rules = job.rules if me == 0 else replace(job.rules, feedback=None)  # all lose the same: one of them keeps it
+        total = rules.fold_messages(messages, job.chunk.shards[0], Stage.ADDEND, ranks, out=load.numbers)
+        rules.end(total, job.chunk.shards[0])
         load.peaks.copy_(total.peaks)
 
-    def adder(self, shard: Shard, index: int, rules: Rules) -> Fold:
-        return Fold(shard, rules)
+    def adder(self, shard: Shard, index: int | None, rules: Rules) -> Fold:
+        return Fold(shard, rules.at(self.owner(index, rules.world)))
+
+    def owner(self, index: int | None, world: int) -> int:
+        return 0

@@ -53,8 +53,12 @@ class Ring(Reduction):
         for index, message in totals.items():
             job.finish(message, index)
 
-    def adder(self, shard: Shard, index: int, rules: Rules) -> Fold:
+    def adder(self, shard: Shard, index: int | None, rules: Rules) -> Fold:
         return Fold(shard, rules, travels=True)
+
+    def owner(self, index: int | None, world: int) -> int:
+        assert index is not None
+        return (index - 1) % world
 
     def turn(self, rank: int, index: int, world: int) -> int:
         return int(rank < index)

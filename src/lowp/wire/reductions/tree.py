@@ -16,7 +16,7 @@ class Stack:
         self._sums: list[tuple[int, int, Load]] = []  # (first rank, how many, their sum)
 
     def add(self, rank: int, load: Load) -> None:
-        rules = self._rules
+        rules = self._rules.at(rank)
         self._sums.append((rank, 1, rules.begin(rules.addend(load, self._shard, rank), self._shard, rank)))
         while len(self._sums) > 1 and self._sums[-1][1] == self._sums[-2][1]:
             self._merge()
@@ -24,8 +24,8 @@ class Stack:
     def _merge(self) -> None:
         sender, right_count, right = self._sums.pop()
         first, count, left = self._sums.pop()
-        right = self._rules.sent_on(right, self._shard, sender)
-        self._sums.append((first, count + right_count, self._rules.add(left, right, self._shard, first)))
+        right = self._rules.at(sender).sent_on(right, self._shard, sender)
+        self._sums.append((first, count + right_count, self._rules.at(first).add(left, right, self._shard, sender)))
 
     def total(self) -> Load:
         while len(self._sums) > 1:
@@ -58,7 +58,7 @@ class Tree(Reduction):
             if me + reach < world:
                 message = job.room(0, Stage.PARTIAL)
                 yield job.link.exchange({}, {me + reach: message})
-                total = rules.add(total, job.read(message, 0, Stage.PARTIAL), shard, me)
+                total = rules.add(total, job.read(message, 0, Stage.PARTIAL), shard, me + reach)
             reach *= 2
         if me == 0:
             message = job.write(0, Stage.TOTAL, total, actor=0)
@@ -71,5 +71,8 @@ class Tree(Reduction):
             yield job.link.exchange(below, {})
         job.finish(message, 0)
 
-    def adder(self, shard: Shard, index: int, rules: Rules) -> Stack:
+    def adder(self, shard: Shard, index: int | None, rules: Rules) -> Stack:
         return Stack(shard, rules)
+
+    def owner(self, index: int | None, world: int) -> int:
+        return 0

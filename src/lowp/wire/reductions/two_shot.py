@@ -8,26 +8,31 @@ from lowp.wire.rules import Load, Rules, Stage
 
 
 class Fold:
-    """Addends in the order in which they come. With `travels`, the sum is sent on before every addition but the first."""
+    """Addends in the order in which they come, added by one rank: the rules are its own.
+
+    With `travels`, every addend's rank adds it to the sum that the one before has sent on.
+    """
 
     def __init__(self, shard: Shard, rules: Rules, travels: bool = False) -> None:
         self._shard = shard
         self._rules = rules
         self._travels = travels
         self._total: Load | None = None
-        self._holder = 0  # who has the sum so far
+        self._holder = 0, 0  # actor and rank that have the sum so far
 
     def add(self, rank: int, load: Load) -> None:
-        self.add_sum(rank, self._rules.addend(load, self._shard, rank))
+        self.add_sum(rank, self._rules.at(rank).addend(load, self._shard, rank), rank)
 
-    def add_sum(self, actor: int, load: Load) -> None:
-        rules, shard = self._rules, self._shard
+    def add_sum(self, actor: int, load: Load, rank: int) -> None:
+        shard = self._shard
+        rules = self._rules.at(rank) if self._travels else self._rules
         if self._total is None:
             self._total = rules.begin(load, shard, actor)
         else:
-            total = rules.sent_on(self._total, shard, self._holder) if self._travels else self._total
+            last, holder = self._holder
+            total = rules.at(holder).sent_on(self._total, shard, last) if self._travels else self._total
             self._total = rules.add(total, load, shard, actor)
-        self._holder = actor
+        self._holder = actor, rank
 
     def total(self) -> Load:
         assert self._total is not None
@@ -68,5 +73,8 @@ class TwoShot(Reduction):
         for rank in ranks:
             job.finish(totals[rank], rank)
 
-    def adder(self, shard: Shard, index: int, rules: Rules) -> Fold:
-        return Fold(shard, rules)
+    def adder(self, shard: Shard, index: int | None, rules: Rules) -> Fold:
+        return Fold(shard, rules.at(self.owner(index, rules.world)))
+
+    def owner(self, index: int | None, world: int) -> int | None:
+        return index

@@ -1,0 +1,24 @@
+"""The loss, and what is said where a model or a data set gives something that has none."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowp.train.plugins import blamed
+
+
+class CrossEntropy:
+    """Cross-entropy for the outputs of one model and the targets of one data set, which both may be the user's own."""
+
+    def __init__(self, model: str, data: str, classes: int) -> None:
+        self._model, self._data, self._classes = model, data, classes
+
+    def __call__(self, logits: object, targets: Tensor, smoothing: float) -> Tensor:
+        """The mean over all predictions: of images one each, of text one for each character."""
+        wanted = f"wanted are logits of shape {(*targets.shape, self._classes)}"
+        if not isinstance(logits, Tensor):
+            raise ValueError(f"model {self._model!r} returns {type(logits).__name__}, not a tensor; {wanted}")
+        if logits.shape[:-1] != targets.shape or logits.shape[-1] < self._classes or not logits.is_floating_point():
+            found = f"{str(logits.dtype).removeprefix('torch.')} of shape {tuple(logits.shape)}"
+            raise ValueError(f"model {self._model!r} returns {found}; {wanted}")
+        with blamed(f"targets of the data set {self._data!r}"):  # beyond the classes, or no whole numbers
+            return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=smoothing)

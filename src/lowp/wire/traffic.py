@@ -1,0 +1,82 @@
+"""How many bytes a rank sends: the reduction itself is run, on tensors without memory, against a link that only counts.
+
+Which messages there are follows from shapes and codecs alone, so that no number has to be computed. A formula would be a second
+definition of every reduction.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.formats import AnyFormat
+from lowp.tensor.noise import Domain
+from lowp.wire.plan import Layer, Shard, chunks_of
+from lowp.wire.reductions.base import Job, Reduction
+from lowp.wire.rules import Load, Rules, Stage
+
+_NOWHERE = torch.device("meta")
+
+
+class CountingLink:
+    """Takes a ChunkLink's place. Everything has arrived at once."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.bytes_sent = 0
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Any]:
+        self.bytes_sent += sum(message.numel() for rank, message in sends.items() if rank != self.rank)
+        return []
+
+
+class LengthRules(Rules):
+    """Messages of the right length, and nothing in them."""
+
+    def write(self, load: Load, shard: Shard, stage: Stage, actor: int) -> Tensor:
+        return self.room(shard, stage, _NOWHERE)
+
+    def read(self, message: Tensor, shard: Shard, stage: Stage, out: Tensor | None = None) -> Load:
+        return _nothing(shard)
+
+    def addend(self, load: Load, shard: Shard, actor: int) -> Load:
+        return load
+
+    def begin(self, load: Load, shard: Shard, actor: int) -> Load:
+        return load
+
+    def add(self, total: Load, load: Load, shard: Shard, actor: int) -> Load:
+        return total
+
+    def fold_messages(
+        self, messages: Sequence[Tensor], shard: Shard, stage: Stage, actors: Iterable[int], out: Tensor | None = None
+    ) -> Load:
+        return _nothing(shard)
+
+
+def _nothing(shard: Shard) -> Load:
+    return Load(torch.empty(shard.size, device=_NOWHERE), torch.empty(len(shard.parts), dtype=torch.uint8, device=_NOWHERE))
+
+
+@lru_cache(maxsize=4096)
+def bytes_of_bucket(
+    layers: tuple[Layer, ...],
+    reduction: Reduction,
+    rank: int,
+    world: int,
+    accumulate: AnyFormat | None,
+    kahan: bool,
+    cuts: tuple[int, int],
+) -> int:
+    """What one rank sends for a bucket of these layers, after the ranks have agreed on scales."""
+    reduction = reduction.of_size(sum(layer.size for layer in layers))
+    rules = LengthRules(world=world, domain=Domain.WIRE, accumulate=accumulate, kahan=kahan, rank=rank)
+    link = CountingLink(rank, world)
+    for chunk in chunks_of(layers, reduction.shards(world), cuts):
+        numbers = torch.empty(chunk.size, device=_NOWHERE)
+        peaks = torch.empty(len(chunk.parts), dtype=torch.uint8, device=_NOWHERE)
+        for _ in reduction.exchange(Job(chunk, numbers, peaks, rules, link)):  # type: ignore[arg-type]  # a link that counts
+            pass
+    return link.bytes_sent

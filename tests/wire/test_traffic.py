@@ -1,0 +1,60 @@
+"""The bytes that a virtual rank would send are those that a real one sends: every reduction, every rank, up to 5 of them."""
+
+import pytest
+import ranks
+import torch
+
+from lowp.wire.compressor import Compressor
+from lowp.wire.reductions import REDUCTIONS
+from lowp.wire.settings import Settings
+from lowp.wire.virtual import VirtualExchange
+
+SHAPES = {"weight": torch.Size([37, 5]), "bias": torch.Size([11]), "head": torch.Size([3, 40])}
+BUCKETS = [["head", "bias"], ["weight"]]
+CASES = [
+    {"format": "e5m2", "scale": "aps"},
+    {"format": "topk:0.1:e4m3fn", "scale": "local"},
+    {"format": "e2m1fn", "scale": "aps_delayed", "accumulate": "e6m5", "kahan": True},
+    {"format": "e4m3fn", "scale": "block:16", "skip": "1d"},
+]
+IN_TURNS = [{"reduction": str(r), **CASES[i % len(CASES)]} for i, r in enumerate(REDUCTIONS)]
+
+
+def gradients(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def sent_by(rank):
+    """In two steps: delayed scales are agreed on in the first."""
+    found = []
+    for case in IN_TURNS:
+        compressor = Compressor(SHAPES, Settings.of(**case, chunk=96))
+        for _ in range(2):
+            compressor.reduce(gradients(rank), BUCKETS)
+            found.append((compressor.report().bytes_sent, compressor.report().bytes_of_fp32))
+        compressor.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4, 5])
+def test_real_and_virtual_ranks_send_the_same_bytes(world):
+    real = [iter(found) for found in ranks.run(sent_by, world)]
+    for case in IN_TURNS:
+        exchange = VirtualExchange(world, SHAPES, Settings.of(**case, chunk=96), buckets=BUCKETS)
+        for step in range(2):
+            found = [exchange.bytes_sent(rank) for rank in range(world)]
+            assert found == [next(sent) for sent in real], (case, step)
+            exchange.reduce(gradients)
+
+
+def test_one_rank_sends_nothing():
+    for reduction in REDUCTIONS:
+        assert VirtualExchange(1, SHAPES, "e5m2", scale="aps", reduction=reduction).bytes_sent()[0] == 0
+
+
+def test_one_shot_sends_everything_to_everybody():
+    shapes = {"weight": torch.Size([1 << 12, 31])}
+    sent, of_fp32 = VirtualExchange(4, shapes, "fp16", scale="none", reduction="one_shot").bytes_sent()
+    assert sent == pytest.approx(3 * 2 * 31 * 4096, rel=1e-3)
+    assert of_fp32 == 1.5 * 4 * 31 * 4096

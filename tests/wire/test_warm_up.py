@@ -1,0 +1,128 @@
+"""All kernels that a run needs are built at registration, and none that it does not need.
+
+Nothing is compiled here: a kernel is replaced by the plain operations, and by a note that it was built or called.
+"""
+
+import ranks
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lowp
+from lowp.tensor import flat, kernels
+from lowp.wire import warm_up
+
+STEPS = 5
+CALLS_BEFORE_BUILD = 2  # of a kernel for small tensors, instead of 32: what 40 steps would build, 5 do
+SHAPES = {"large": (700,), "tiny": (100, 3), "small": (7, 9), "zero": (12,)}
+
+CASES = [
+    ("e5m2", {}),
+    ("e2m1fn", {"reduction": "one_shot", "scale": "aps"}),
+    ("e4m3fn", {"reduction": "ring", "scale": "aps_delayed", "rounding": "stochastic", "kahan": True}),
+    ("int8", {"reduction": "sequential", "accumulate": "fp16", "error_feedback": True}),
+    ("posit8", {"reduction": "tree", "scale": "none"}),
+    ("e3m2fn", {"scale": "block:32", "reduction": "hybrid"}),
+    ("mxfp4", {"error_feedback": True}),
+    ("e6m9", {"reduction": "hierarchical(2)", "accumulate": "bf16"}),
+    ("topk:0.05:e4m3fn", {"reduction": "hierarchical(2, leaders)"}),
+    ("fp16", {"layers": {"small": "e5m2", "la*": "int4"}, "skip": "zero", "measure": True}),
+    ({0: "fp16", 2: "e5m2", 1000: "e2m1fn"}, {"scale": "aps"}),
+]
+
+
+class Pretended:
+    """Kernels that were built since, and those that were called."""
+
+    def __init__(self):
+        self.called = set()
+        outer = self
+
+        class Kernel:
+            def __init__(self, operation, device):
+                self._operation = operation
+
+            def __call__(self, stored, tables, key, factor, out):
+                outer.called.add(self._operation)
+                out.copy_(self._operation(stored, tables, key, *([] if factor is None else [factor])))
+
+        def compiled(what, device):
+            def call(arguments):
+                outer.called.add(what)
+                arguments[-1].copy_(what.function(*arguments[:-1]))
+
+            return call
+
+        kernels.Kernel, flat._compile, kernels.CALLS_BEFORE_BUILD = Kernel, compiled, CALLS_BEFORE_BUILD
+        lowp.set_kernel_policy("auto")
+
+    def forget(self):
+        kernels._state.kernels.clear()
+        kernels._state.small_calls.clear()
+        warm_up._warm.clear()
+        self.called.clear()
+
+    @property
+    def built(self):
+        return {what for what, _ in kernels._state.kernels}
+
+
+def gradients(rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    found = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    found["tiny"] *= 1e-30  # its scale is beyond what one pass can do
+    found["zero"].zero_()
+    return found
+
+
+def train(rank):
+    pretended, results = Pretended(), []
+    for format, options in CASES:
+        pretended.forget()
+        compressor = lowp.Compressor({name: torch.Size(shape) for name, shape in SHAPES.items()}, format, **options)
+        built, last = pretended.built, 1000 if isinstance(format, dict) else 0
+        pretended.called.clear()
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                compressor.state.step += last
+            compressor.reduce(gradients(rank, step), [["large", "tiny"], ["small", "zero"]])
+        compressor.close()
+        late, idle = pretended.built - built, built - pretended.called
+        results.append((f"{format} {options}", [*map(str, late)], [*map(str, idle)]))
+        assert built or format == "mxfp4"  # which takes plain operations
+    return results
+
+
+def test_no_kernel_is_built_during_training():
+    for results in zip(*ranks.run(train, 3), strict=True):
+        names, late, idle = zip(*results, strict=True)
+        assert not any(late), (names[0], late)  # built when the others waited
+        assert set.intersection(*map(set, idle)) == set(), (names[0], idle)  # built for nothing, on all ranks
+
+
+def never(rank):
+    lowp.set_kernel_policy("never")
+    lowp.Compressor({"a": (70_000,)}, "e5m2").close()
+    return lowp.kernel_info()["built"]
+
+
+def test_with_the_policy_never_nothing_is_built():
+    assert ranks.run(never, 1) == [0]
+
+
+def train_with_a_function(rank):
+    """Formats that a function of the step names are not known before: all their kernels are built in one step."""
+    pretended = Pretended()
+    pretended.forget()
+    ddp = DistributedDataParallel(nn.Linear(300, 300))
+    handle = lowp.compress_gradients(ddp, lambda step: "e5m2" if step < 3 else "e2m1fn")
+    counts = []
+    for _ in range(STEPS):
+        ddp(torch.randn(3, 300)).square().mean().backward()
+        counts.append(len(pretended.built))
+    handle.remove()
+    return [step for step in range(1, STEPS) if counts[step] != counts[step - 1]]
+
+
+def test_a_function_of_the_step_builds_when_it_names_a_format():
+    assert ranks.run(train_with_a_function, 2) == [[3], [3]]
