@@ -92,6 +92,8 @@ def trained(wire: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     folder = Path(tempfile.mkdtemp(prefix="davidnet-"))
     try:
         end = run(recipe, folder / "run", data=options.data, quiet=True)
+        if end["kind"] != "end":
+            sys.exit(f"stopped in step {end['step']}: {wire}, seed {seed}")
     finally:
         shutil.rmtree(folder)
     share = share_of_fp32(end["bytes_sent"], end["bytes_of_fp32"])

@@ -9,7 +9,14 @@ from typer.testing import CliRunner, Result
 
 from lowp.cli import app
 
-PLAIN = {"FORCE_COLOR": None, "NO_COLOR": None, "TERM": "dumb", "GITHUB_ACTIONS": None, "LOWP_KERNELS": None}
+PLAIN = {
+    "FORCE_COLOR": None,
+    "NO_COLOR": None,
+    "TERM": "dumb",
+    "GITHUB_ACTIONS": None,
+    "LOWP_KERNELS": None,
+    "LOWP_TRACEBACK": None,
+}
 
 
 @pytest.fixture

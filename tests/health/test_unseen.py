@@ -327,7 +327,7 @@ def test_states_in_codebooks_and_posits_are_clean(options):
 def test_without_a_compiler_pure16_names_the_cause(tmp_path, monkeypatch):
     lowp.set_kernel_policy("auto")
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
-    recipe = read_recipe("pure16", [])
+    recipe = read_recipe("pure16", ["device=cpu"])
     with pytest.raises(
         ValueError, match=r"^precision.audit: no C\+\+ compiler .* without kernels lowp.optim runs as plain operations.*\)$"
     ):

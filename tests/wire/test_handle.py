@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import lowp
 from lowp.wire.virtual import VirtualExchange
 
-WIRE = Path(__file__).parents[2] / "docs" / "WIRE.md"
+WIRE = Path(__file__).parents[2] / "docs/WIRE.md"
 
 
 def net():

@@ -6,6 +6,7 @@ same ones whichever worker it falls to, with any number of workers, and after a 
 on a stream of their own, two batches ahead.
 """
 
+import gc
 import inspect
 import random
 import traceback
@@ -77,7 +78,12 @@ class Mapped:
         return _to_cuda_ahead(batches, self._device) if self._device.type == "cuda" else batches
 
     def _arriving(self, loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
-        """The loader's items but for errors, which are raised. A worker that is killed is an error of the loader's own."""
+        """The loader's items but for errors, which are raised. A worker that is killed is an error of the loader's own.
+
+        Garbage is collected before workers are forked: events and groups of a GPU that are destroyed in a fork abort it.
+        """
+        if self._workers:
+            gc.collect()
         with blamed(f"data set {self._name!r}"):
             for item in loader:
                 if isinstance(item, PluginError):
