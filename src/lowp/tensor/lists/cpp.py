@@ -189,7 +189,7 @@ def compiler() -> str:
     for name in [asked] if asked else ["g++", "clang++", "c++"]:
         if shutil.which(name):
             return name
-    raise FileNotFoundError(f"no C++ compiler: CXX is {asked}, which is not there" if asked else "no C++ compiler: install g++")
+    raise FileNotFoundError(f"no C++ compiler was found: {f'CXX is {asked}' if asked else 'install g++ or set CXX'}")
 
 
 # The same bits as torch's own operations: integers wrap around (-fwrapv), and a multiplication and an addition are never made
