@@ -53,7 +53,7 @@ class Pretended:
 
             return call
 
-        kernels.Kernel, flat._compile, kernels.CALLS_BEFORE_BUILD = Kernel, compiled, CALLS_BEFORE_BUILD
+        kernels._build, flat._build, kernels.CALLS_BEFORE_BUILD = Kernel, compiled, CALLS_BEFORE_BUILD
         lowp.set_kernel_policy("auto")
 
     def forget(self):
