@@ -386,10 +386,10 @@ def _bits_of_rank(rank: Tensor, g: Grid) -> Tensor:
 def bits_of_integer(number: Tensor, width: int, carrier: Carrier) -> Tensor:
     """The carrier's bits of the integers 1 .. 2^width - 1 (zero gives nonsense).
 
-    Kernels convert, in registers. Small integers on a CPU by counting their bits, which stays in integers and is twice as fast
-    there. So do plain operations, by halves: what they make is a tensor, and 16-bit numbers must not become wide floats.
+    Kernels convert, in registers. Plain operations stay in integers: what they make is a tensor, and 16-bit numbers must not
+    become wide floats. They count the bits of small integers, and halve the range of others.
     """
-    if becomes_kernel() and (width > 7 or number.device.type != "cpu"):
+    if becomes_kernel():
         if carrier is F64:
             return number.to(torch.float64).view(torch.int64)
         assert width <= 24

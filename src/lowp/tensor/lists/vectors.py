@@ -59,6 +59,16 @@ struct Subnormals {
     ~Subnormals() { _mm_setcsr(before); }
 #endif
 };
+// GCC 12 converts short integers that come from memory number by number, through general registers. There are instructions.
+template <class V, class W> INLINE V converted(W x) { return __builtin_convertvector(x, V); }
+#if defined(LONG_32)
+#define CONVERTED(V, W, instruction, T) \
+    template <> inline __attribute__((always_inline)) V converted<V, W>(W x) { return (V)instruction((T)x); }
+CONVERTED(i32, i8, _mm512_cvtepi8_epi32, __m128i)
+CONVERTED(i32, i16, _mm512_cvtepi16_epi32, __m256i)
+CONVERTED(i8, i32, _mm512_cvtepi32_epi8, __m512i)
+CONVERTED(i16, i32, _mm512_cvtepi32_epi16, __m512i)
+#endif
 template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
 template <class V> INLINE V smaller(V a, V b) { return a < b ? a : b; }
 #if defined(LONG_32)
@@ -103,7 +113,7 @@ INLINE f32 half_to_float(i16 h) {
 #elif defined(__F16C__)
     f32 r; for (int l = 0; l < LANES; l++) r[l] = _cvtsh_ss((uint16_t)h[l]); return r;
 #else
-    i32 b = __builtin_convertvector(h, i32), m = b & 0x7FFF;
+    i32 b = converted<i32>(h), m = b & 0x7FFF;
     f32 r = (f32)(m << 13) * splat<f32>(0x1p112f);
     i32 special = m > 0x7BFF;
     return (f32)((special ? (m << 13 | 0x7F800000) : (i32)r) | (b << 16 & (int32_t)0x80000000));
@@ -119,14 +129,14 @@ INLINE i16 float_to_half(f32 x) {
     i32 r = m < 0x38800000 ? small : normal;
     r = m > 0x477FEFFF ? splat<i32>(0x7C00) : r;
     r = m > 0x7F800000 ? (m >> 13 | 0x7E00) : r;
-    return __builtin_convertvector(r | s, i16);
+    return converted<i16>(i32(r | s));
 #endif
 }
-INLINE f32 bfloat_to_float(i16 h) { return (f32)(__builtin_convertvector(h, i32) << 16); }
+INLINE f32 bfloat_to_float(i16 h) { return (f32)(converted<i32>(h) << 16); }
 INLINE i16 float_to_bfloat(f32 x) {
     i32 b = (i32)x, r = (b + 0x7FFF + (b >> 16 & 1)) >> 16;
     r = (b & 0x7FFFFFFF) > 0x7F800000 ? (b >> 16 | 0x40) : r;
-    return __builtin_convertvector(r, i16);
+    return converted<i16>(r);
 }
 #define LOOK_UP(V) template <class T> INLINE V look_up_##V(const T* table, i32 index) { \
     V r; for (int l = 0; l < LANES; l++) r[l] = table[index[l]]; return r; }
@@ -198,7 +208,7 @@ class Printer:
         if dtype in _HALVES:
             single = name if source == torch.float32 else f"__builtin_convertvector({name}, f32)"
             return f"float_to_{_HALVES[dtype]}({single})"
-        return f"__builtin_convertvector({name}, {TYPES[dtype]})"
+        return f"converted<{TYPES[dtype]}>({name})"
 
     def expression(self, s: Statement) -> str:
         a = [None if x is None else self.argument(x, s.operand) for x in s.arguments] if s.operation not in _OWN else []
