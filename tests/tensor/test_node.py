@@ -170,7 +170,7 @@ def test_what_inductor_writes():
 
 
 def test_the_gradient_of_patches():
-    """As in a vision transformer: patches are a part of the tokens, so their gradient is a part of the memory of the tokens'."""
+    """As in a vision transformer: patches are a part of the tokens, so their gradient is a part of the tokens' memory."""
     import torch._inductor.lowering  # as when inductor compiles
 
     torch._dynamo.reset()
