@@ -231,7 +231,7 @@ def test_one_gradient_for_each_sample():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", ["resnet", "gpt2"])
+@pytest.mark.parametrize("name", ["resnet", "gpt2", "vit"])
 def test_compiled(name, backend, libraries):
     """The inductor fuses what plain torch rounds between operations: its numbers are near; before, they are the same."""
     torch._dynamo.reset()

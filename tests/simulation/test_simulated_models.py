@@ -174,6 +174,43 @@ def test_compiled_equals_eager(options):
     assert len(graphs) == 1  # and not one for every step
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"rounding": "stochastic"}, {"scale": "channel"}], ids=["nearest", "stochastic", "scaled"]
+)
+def test_one_call_in_the_graph_for_each_tensor(options):
+    """Dynamo is not shown an autograd function: that it traces twice, and puts into the graph as two more graphs."""
+    torch._dynamo.reset()
+    model, calls = seeded(small), []
+    simulate(model, **FORMATS, **options)
+
+    def backend(graph, inputs):
+        calls.extend(node.target for node in graph.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
+        assert not list(graph.children())
+        return graph
+
+    torch.compile(model, fullgraph=True, backend=backend)(TOKENS / 7)
+    assert len(calls) == 5  # product, ReLU; the weight and both results rounded
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rounding": "stochastic"}, {"scale": "tensor"}], ids=["nearest", "stochastic", "scaled"]
+)
+def test_compiled_transforms(options):
+    """Gradients by torch.func are rounded in compiled code as well. (On numbers whose sums are exact.)"""
+    torch._dynamo.reset()
+    model = seeded(small)
+    simulate(model, **FORMATS, **options)
+
+    def loss(weights, row):
+        return torch.func.functional_call(model, weights, (row,)).square().sum()
+
+    parameters = dict(model.named_parameters())
+    x = torch.randint(-8, 9, (6, 5), generator=torch.Generator().manual_seed(3)) / 8
+    for gradient in (torch.func.grad(loss), torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))):
+        want, got = gradient(parameters, x), torch.compile(gradient, backend="aot_eager", fullgraph=True)(parameters, x)
+        same(got.values(), want.values())
+
+
 def test_compiled_code_follows_changes():
     torch._dynamo.reset()
     model = seeded(small)

@@ -25,6 +25,8 @@ LAYOUTS = {
     "columns": X.t(),
     "slice": X[:, ::2],
     "channels last": X.view(6, 7, 2, 5).to(memory_format=torch.channels_last),
+    "part of channels last": X.view(6, 14, 5)[:, 2:].unflatten(1, (4, 3)).permute(0, 3, 1, 2),
+    "one row for all": X[1].expand(6, 70).t(),
 }
 
 
@@ -160,11 +162,32 @@ def test_what_inductor_writes():
         got, code = run_and_get_code(torch.compile(rounded), inputs, torch.tensor(3))
     for x, result in zip(inputs, got, strict=False):
         same(result, lowp.quantize(x, "e4m3fn"))
-        assert result.stride() == torch.empty_like(x).stride()
+        assert result.stride() == torch.empty_like(x).stride() == lowp.quantize(x, "e4m3fn").stride()
     same(got[-2], lowp.quantize(X, "mxfp4"))
     same(got[-1], lowp.quantize(X, "e4m3fn", "stochastic", seed=lowp.Noise(1, 3, 2)))
     calls = [code[0].count(name) for name in ("round_into(", "lowp.round.default(", "lowp.quantize.default(")]
-    assert calls == [5, 1, 2]
+    assert calls == [5, 3, 2]
+
+
+def test_the_gradient_of_patches():
+    """As in a vision transformer: patches are a part of the tokens, so their gradient is a part of the tokens' memory."""
+    import torch._inductor.lowering  # as when inductor compiles
+
+    torch._dynamo.reset()
+    errors = Target("e5m2", "nearest")
+
+    def tokens(x, first):
+        patches = passed(x.sin(), None, errors).flatten(2).transpose(1, 2)
+        return torch.cat([first, patches], 1)
+
+    x = torch.randn(2, 16, 2, 2, generator=torch.Generator().manual_seed(0))
+    first, weight = torch.ones(2, 1, 16), torch.eye(16)
+    found = []
+    for function in (tokens, torch.compile(tokens)):
+        leaf = x.clone().requires_grad_()
+        (function(leaf, first) @ weight).square().sum().backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(*found)
 
 
 def test_sizes_that_change():

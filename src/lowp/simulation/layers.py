@@ -75,6 +75,9 @@ class Layer:
     scales: dict[str, Scale] = field(default_factory=lambda: dict.fromkeys(ROLES, NONE))
     arithmetic: Arithmetic | None = None  # of the sums inside it, where they are narrow
     plans: dict[str, Plan | None] = field(default_factory=lambda: dict.fromkeys(ROLES))
+    ready: dict[str, Target | None] = field(
+        default_factory=lambda: dict.fromkeys(ROLES)
+    )  # where it is the same for all tensors
     overflows: dict[str, Tensor] = field(default_factory=lambda: {role: torch.zeros((), dtype=torch.int64) for role in ROLES})
     # For scales that remember (ranges.py): the largest magnitudes seen lately, and those to scale by
     seen: dict[str, Tensor] = field(default_factory=dict)
@@ -101,6 +104,7 @@ class Layer:
         for role in self.tensor_roles:
             self.formats[role], self.scales[role] = formats[role], scales[role]
             self.plans[role] = plan_of(formats[role], scales[role], f"the {role} of {self.name!r}")
+            self.ready[role] = self._ready(role)
         self.fix()
 
     def fix(self) -> None:
@@ -155,8 +159,19 @@ class Layer:
             return leaf
         return passed(leaf, self._target("activations", leaf, place), self._target("errors", leaf, place))
 
+    def _ready(self, role: str) -> Target | None:
+        """How every tensor of a role is rounded at any time; None where that depends. Spares Dynamo most of `_target`."""
+        plan, simulation = self.plans[role], self.simulation
+        if plan is None or plan.by_channel or plan.scale in ("delayed", "calibrated"):
+            return None
+        if simulation.roundings[role] == "stochastic" or (simulation.count_overflow and plan.can_overflow):
+            return None
+        return Target(plan.format, simulation.roundings[role], plan.scale, saturates=plan.saturates)
+
     def _target(self, role: str, tensor: Tensor, place: int) -> Target | None:
         """How a role's tensor, the `place`-th of its kind in this layer, is rounded now."""
+        if (ready := self.ready[role]) is not None:
+            return ready
         plan = self.plans[role]
         if plan is None:
             return None

@@ -250,8 +250,10 @@ def _apply(
     if _someone_else_in_charge(x):
         return _write(out, apply_inline(operation, x.detach().view(storage_of(x.dtype)), noise).view(dtype))
     x = x.detach()
-    if not is_dense(x) or (noise is not None and not x.is_contiguous()):
+    if noise is not None:
         x = x.contiguous()  # noise counts elements in row-major order
+    elif not is_dense(x):
+        x = x.clone()  # laid out as `torch.empty_like(x)`, which is what compilers are told of the result (node.py)
     result = out if out is not None and _writes_in_place(x, out) else torch.empty_like(x, dtype=dtype)
     stored = flat_memory(x, storage_of(x.dtype))
     check = (lambda start, stop: _refuse_nan(stored[start:stop].view(x.dtype), operation.fmt)) if strict else None
