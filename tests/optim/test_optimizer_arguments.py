@@ -238,3 +238,22 @@ def test_noise_alone_makes_no_weight_infinite(dtype, policy):
     p.grad = torch.full_like(p, -unit if dtype == torch.float16 else -unit / 2 * 1.5)
     SGD([p], lr=1.0).step()
     assert p.isinf().any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("betas", (2, 2)), ("betas", (0.9, 1.0)), ("lr", float("nan")), ("weight_decay", -1.0), ("eps", -1.0)],
+    ids=str,
+)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_is_set_later_is_checked_at_the_next_step(name, value, steps):
+    parameter = nn.Parameter(torch.ones(10, dtype=torch.float16))
+    optimizer = lowp.optim.AdamW([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    for _ in range(steps):
+        optimizer.step()
+    before = parameter.detach().clone()
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=name):
+        optimizer.step()
+    assert torch.equal(parameter, before)

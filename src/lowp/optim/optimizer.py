@@ -156,6 +156,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         plain: list[tuple[dict[str, Any], list[Tensor]]] = []
         for place, members in self._gather().items():
             group = self.param_groups[place]
+            if members:
+                self.check_settings(group)  # schedules and users change them at any time
             rated = with_rate(group) if members else group
             for each in members:
                 if self._is_plain(each.layout, group):
