@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lowp
 from lowp.tensor import kernels
 from lowp.tensor.lists import cache, cpp
 from lowp.tensor.lists.cache import UnsafeCache, load_library
@@ -97,6 +98,17 @@ def test_a_library_that_others_can_write_to_is_refused(mode, folder, name, compi
     (folder / name).chmod(mode)
     with pytest.raises(UnsafeCache, match=re.escape(f"{name} can be written by others (mode {mode:o})")):
         load_library(name, never)
+
+
+def test_eager_calls_refuse_it_too(folder, monkeypatch):
+    """Of two ways to build a kernel (with OpenMP and without) the second must not hide what is wrong with the first's file."""
+    monkeypatch.setattr(kernels, "_state", kernels._State(policy="always"))
+    lowp.quantize(torch.ones(10), "e3m4b9")
+    kernels._state.kernels.clear()
+    for library in folder.glob("*.so"):
+        library.chmod(0o666)
+    with pytest.raises(UnsafeCache, match="can be written by others"):
+        lowp.quantize(torch.ones(10), "e3m4b9")
 
 
 def test_somebody_elses_library_is_refused(folder, name, compiled):

@@ -60,6 +60,10 @@ def train(*changes: str) -> None:
     [
         ("x = " + "[" * 2000 + "]" * 2000, "tables and lists are nested more than 16 deep"),
         ("[" + ".".join("a" * 3000) + "]\nb = 1", "a.a: tables and lists are nested more than 16 deep"),
+        (
+            ".".join("a" * 50_000) + " = 1",
+            "tables and lists are nested more than 16 deep",
+        ),  # Python's parser takes half a minute
         ("[model.options]\nx = " + "[" * 40 + "]" * 40, "model.options: tables and lists are nested more than 16 deep"),
         ("seed = " + "1" * 5000, "Exceeds the limit"),
         ("seed = 0x" + "f" * 200, "seed: whole numbers have at most 128 bits, not 800"),

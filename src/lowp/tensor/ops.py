@@ -222,6 +222,8 @@ def _refuse_nan(x: Tensor, fmt: AnyFormat, infinities: bool = False) -> None:
 
 
 def _check_axis(axis: int, fmt: AnyFormat) -> None:
+    if not isinstance(axis, int):
+        raise TypeError(f"axis is a dimension's number, not {axis!r}")
     if axis != -1 and not isinstance(fmt, BlockFormat):
         raise ValueError(f"axis is for block formats; in {fmt} every number stands alone")
 

@@ -41,6 +41,7 @@ _PART = r"""\s*(?:"[^"]*"|'[^']*'|[^.="'\s]+)\s*"""
 _OVERRIDE = re.compile(rf"({_PART}(?:\.{_PART})*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:\d+\.|\.\d+)(?:[eE][+-]?\d+)?")  # .5 and 5., which TOML does not take
 _LARGEST_FILE = 1 << 20  # bytes
+_MOST_DOTS = 5000  # of a key
 _MOST_BASES = 32
 _MOST_PARTS = 64  # of a key with dots; names of layers have some of their own
 # The files and functions that are being read now, each of them the base of the one before.
@@ -110,7 +111,10 @@ def _from_file(file: File) -> Any:
     except ValueError as error:
         raise RecipeError(str(error)) from None
     try:
-        document = plain(tomllib.loads(content.decode("utf-8")))
+        text = content.decode("utf-8")
+        if any(line.partition("=")[0].count(".") > _MOST_DOTS for line in text.splitlines()):
+            raise RecursionError  # Python's parser would get there, in a time that grows with the square of the key's length
+        document = plain(tomllib.loads(text))
     except UnicodeDecodeError:
         raise RecipeError(f"{file}: this is not text in UTF-8") from None
     except tomllib.TOMLDecodeError as error:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import cpp
+from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.lists.trace import Element, Program, fused, trace
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
@@ -33,7 +34,9 @@ def build(
     arguments = (*[ctypes.c_void_p] * (len(sized) + 3 + len(tables)), ctypes.c_long, ctypes.c_long)
     try:
         return _Kernel(cpp.build(text, arguments, ["-fopenmp"]))
-    except (RuntimeError, OSError):
+    except UnsafeCache:
+        raise
+    except (RuntimeError, OSError):  # no OpenMP: to compile with, or to load
         return _Kernel(cpp.build(text, arguments))
 
 
