@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -184,9 +185,18 @@ def round_into(x: Tensor, format: str, rounding: str, out: Tensor) -> None:
 
     Dense tensors on a CPU of the same dtype, laid out alike, and apart; formats without blocks, roundings without noise.
     """
-    operation = quantize_operation(parse_format(format), x.dtype, rounding, False, x.dtype)
-    storage = operation.own.storage
-    run(operation, flat_memory(x, storage), None, flat_memory(out, storage))
+    operation = _quantizer(format, rounding, x.dtype)
+    kernel = built(operation, _CPU, SMALL, _build)  # whatever the size: a graph calls it in every step
+    if kernel is not None:
+        kernel(x, tables_on(operation, _CPU), None, None, out)
+    else:
+        storage = operation.own.storage
+        run(operation, flat_memory(x, storage), None, flat_memory(out, storage))
+
+
+@lru_cache(maxsize=4096)
+def _quantizer(format: str, rounding: str, dtype: torch.dtype) -> Quantize:
+    return quantize_operation(parse_format(format), dtype, rounding, False, dtype)
 
 
 class _CppKernel:
@@ -204,7 +214,9 @@ class _CppKernel:
         source, target = _dtypes(operation)
         scaled = not isinstance(operation, Quantize) and operation.scaled
         keys = KEY_SIZE if operation.stochastic else 0
-        self._run = flat.build(function, [source], target, keys, int(scaled), tables_on(operation, _CPU))
+        # A quantizer in floats multiplies by powers of two only.
+        exact = isinstance(operation, Quantize)
+        self._run = flat.build(function, [source], target, keys, int(scaled), tables_on(operation, _CPU), exact)
 
     def __call__(
         self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, factor: Tensor | None, out: Tensor

@@ -1,6 +1,6 @@
 """What a user asks for, checked, and what follows from it for every parameter."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -88,14 +88,18 @@ class Settings:
             measure=measure,
             chunk=chunk,
         )
-        for choice in settings._choices:
-            for step in sorted({0, *choice}) if isinstance(choice, Mapping) else [0]:
-                settings.codec_at(choice, step)
+        list(settings._codecs())  # refuses what is no format or no schedule
         return settings
 
     @property
     def _choices(self) -> "tuple[Scheduled, ...]":
         return (self.format, *self.layers.values())
+
+    def _codecs(self) -> Iterator[Codec]:
+        """Of every format that is named, as far as schedules tell."""
+        for choice in self._choices:
+            for step in sorted({0, *choice}) if isinstance(choice, Mapping) else [0]:
+                yield self.codec_at(choice, step)
 
     @property
     def switches(self) -> list[int]:
@@ -144,12 +148,7 @@ class Settings:
     @property
     def formats(self) -> "set[tuple[AnyFormat, Scale]]":
         """All formats with their scales, as far as schedules tell."""
-        codecs = (
-            self.codec_at(choice, step)
-            for choice in (self.format, *self.layers.values())
-            for step in (sorted({0, *choice}) if isinstance(choice, Mapping) else [0])
-        )
-        return {(codec.format, codec.scale) for codec in codecs}
+        return {(codec.format, codec.scale) for codec in self._codecs()}
 
     def sums(self, reduction: Reduction) -> AnyFormat | None:
         return default_accumulate(reduction, self.accumulate)

@@ -25,12 +25,21 @@ Function = Callable[..., Tensor]
 
 
 def build(
-    function: Function, sized: Sequence[torch.dtype], out: torch.dtype, numbers: int, scalars: int, tables: Sequence[Tensor]
+    function: Function,
+    sized: Sequence[torch.dtype],
+    out: torch.dtype,
+    numbers: int,
+    scalars: int,
+    tables: Sequence[Tensor],
+    exact_products: bool = False,
 ) -> Callable[..., None]:
-    """Compile a function for a CPU. The result takes the arguments of `_Kernel.__call__`."""
+    """Compile a function for a CPU. The result takes the arguments of `_Kernel.__call__`.
+
+    Where `exact_products`, a product and a sum may be one operation, which has the same bits then.
+    """
     program = trace(lambda *a: [function(*a)], [Element(dtype) for dtype in sized], numbers, scalars, list(tables), _CPU)
     assert program.results[0].dtype == out, (program.results[0].dtype, out)
-    text = _source(fused(program), sized, out, [table.dtype for table in tables])
+    text = _source(fused(program) if exact_products else program, sized, out, [table.dtype for table in tables])
     arguments = (*[ctypes.c_void_p] * (len(sized) + 3 + len(tables)), ctypes.c_long, ctypes.c_long)
     try:
         return _Kernel(cpp.build(text, arguments, ["-fopenmp"]))
