@@ -8,34 +8,20 @@ from pathlib import Path
 import pytest
 
 from lowp.train.run import run as train
+from train.hosts import two_hosts
 from train.training import final_state
 
 SOURCE = Path(__file__).parents[2] / "src"
 SETTINGS = ("epochs=1", "data.limit=960", "batch=96", "model.options.hidden=[32]", "wire.format=e5m2", "wire.scale=aps")
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
 def hosts():
-    """Two namespaces, 10.77.0.1 and .2; gone afterwards, whatever happens."""
-    names = [f"lowp-{os.getpid()}-{host}" for host in (1, 2)]
+    """Two namespaces, 10.77.0.1 and .2."""
     if os.geteuid() != 0:
         pytest.fail("network namespaces need root")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "veth1", "netns", names[0], "type", "veth", "peer", "name", "veth2", "netns", names[1])
-        for host, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.77.0.{host}/24", "dev", f"veth{host}")
-            ip("-n", name, "link", "set", f"veth{host}", "up")
-            ip("-n", name, "link", "set", "lo", "up")
+    with two_hosts("10.77.0") as names:
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from lowp.train.reading import read_recipe
 from lowp.train.rundir import RunDirectory, RunError
 from lowp.train.world import threads_of_a_rank
 from train import training
-from train.training import SOURCE, TESTS, arguments, ranks_of
+from train.training import SOURCE, TESTS, arguments, ranks_of, until
 
 SMALL = ["epochs=1", "data.limit=192", "batch=48", "model.options.hidden=[12]", "device=cpu"]
 
@@ -42,14 +42,6 @@ def _as_it_was(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     yield
     torch.set_num_threads(threads)
-
-
-def until(happened, seconds: float = training.DEADLINE):
-    deadline = time.monotonic() + seconds
-    while not (found := happened()):
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.005)
-    return found
 
 
 # Refused before a process starts.

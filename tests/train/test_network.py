@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,18 +20,11 @@ import torch.distributed as dist
 
 from lowp.train import rendezvous
 from train import training
-from train.training import arguments, ranks_of
+from train.hosts import two_hosts
+from train.training import arguments, ranks_of, until
 
 LONG = {"epochs": 300, "test_every": 0, "learning_rate__kind": "constant", "log__every": 1}
 CLONE_NEWNET = 0x40000000  # linux/sched.h
-
-
-def until(happened, seconds: float = training.DEADLINE):
-    deadline = time.monotonic() + seconds
-    while not (found := happened()):
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.02)
-    return found
 
 
 def listening(process: int) -> list[tuple[str, int]]:
@@ -59,28 +51,13 @@ def is_loopback(address: str) -> bool:
 # `lowp train --ranks`, in a network of its own, beside another.
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
-
-
 @pytest.fixture(scope="module")
 def networks():
-    """The names of two namespaces, 10.78.0.1 and .2; gone afterwards, whatever happens."""
+    """The names of two namespaces, 10.78.0.1 and .2."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    names = [f"lowp-net-{os.getpid()}-{host}" for host in (1, 2)]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "veth1", "netns", names[0], "type", "veth", "peer", "name", "veth2", "netns", names[1])
-        for host, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.78.0.{host}/24", "dev", f"veth{host}")
-            ip("-n", name, "link", "set", f"veth{host}", "up")
-            ip("-n", name, "link", "set", "lo", "up")
+    with two_hosts("10.78.0") as names:
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=20)
 
 
 def inside(network: str, work):

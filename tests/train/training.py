@@ -27,7 +27,8 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 SOURCE = TESTS.parent / "src"
 TIMES = {"seconds", "samples_per_second", "step_ms"}  # of a record: not the same run after run
-# What may differ between real and virtual ranks: a virtual one's bytes are the mean of all, and overflows are counted together.
+# What may differ between real and virtual ranks: two real ones send float32 by torch's all-reduce, without the padding of
+# messages, and virtual ranks count overflows together.
 OF_THE_RANKS = frozenset({"ranks", "virtual_ranks", "bytes_sent", "overflows"})
 DEADLINE = 120.0  # seconds for any one process; the machine is shared
 
@@ -53,6 +54,15 @@ def arguments(recipe: str, out: Path | str, *more: str, **changes: object) -> li
         settings = {key: value for key, value in settings.items() if not key.startswith("model.options.")}
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     return ["train", recipe, "--out", str(out), *sets, *more]
+
+
+def until(happened, seconds: float = DEADLINE):
+    """What `happened` gives, as soon as it is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := happened()):
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.005)
+    return found
 
 
 # What a user brings along, named in recipes as train.training:NAME.
