@@ -15,7 +15,7 @@ PAGES = [
     ROOT / "benchmarks" / "README.md",
 ]
 PATH = re.compile(r"(?<![\w/.-])(?:src|tests|benchmarks|docs)/[\w./*-]*\w/?")  # from the root, wherever it stands in a text
-NAME = re.compile(r"`(\w[\w./-]*(?:\.py|/))`")  # a module or a folder: `pump.py`, `tensor/node.py`, `models/`
+NAME = re.compile(r"`(\w[\w./-]*(?:\.py|/))`")  # a module or a folder: `chunk_scheduler.py`, `tensor/node.py`, `models/`
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")  # [text](target) in this repository
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
 import lowp
-from lowp.wire.courier import _inside, _watching_modes
+from lowp.wire.comm_thread import _inside, _watching_modes
 from lowp.wire.faults import blames_this_rank
 
 WORLD = 2

@@ -273,9 +273,9 @@ def trains(rank, steps, delays, settings):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     inputs = torch.Generator().manual_seed(rank)
     if draw is not None:
-        courier = handle._compressor._courier
-        send = courier.send
-        courier.send = lambda parcel: (draw.random() < 0.2 and time.sleep(draw.uniform(0, 0.004)), send(parcel))
+        thread = handle._compressor._comm_thread
+        send = thread.send
+        thread.send = lambda bucket: (draw.random() < 0.2 and time.sleep(draw.uniform(0, 0.004)), send(bucket))
     for _ in range(steps):
         optimizer.zero_grad()
         ddp(torch.randn(4, 8, generator=inputs)).square().sum().backward()
@@ -541,7 +541,7 @@ BAD_REQUESTS = {  # the error, and words that must be in it
     "all_reduce scale": ("ValueError", "'global'"),
     "second hook": ("RuntimeError", "compressed already", "remove()"),
     "state": ("ValueError", "does not say whose it is"),
-    "threads with one": ("['lowp-courier']",),
+    "threads with one": ("['lowp-comm']",),
     "threads at the end": ("[]",),
 }
 

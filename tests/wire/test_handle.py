@@ -158,7 +158,7 @@ def groups():
 
 
 def couriers():
-    return sum(thread.name == "lowp-courier" for thread in threading.enumerate())
+    return sum(thread.name == "lowp-comm" for thread in threading.enumerate())
 
 
 def change_the_codec(rank):

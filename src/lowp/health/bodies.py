@@ -155,7 +155,7 @@ def _aside(mode: TorchDispatchMode) -> Iterator[None]:
 
 @contextmanager
 def _switched_on(mode: TorchDispatchMode) -> Iterator[None]:
-    """The mode, and those that passed the operation on to it, watch again. (Not `with mode:`, see wire/courier.py.)"""
+    """The mode, and those that passed the operation on to it, watch again. (Not `with mode:`, see wire/comm_thread.py.)"""
     before: Sequence[TorchDispatchMode] = getattr(_waiting, "modes", ())
     _waiting.modes = ()
     modes = (mode, *reversed(before))

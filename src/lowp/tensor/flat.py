@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.tensor.kernels import built, to_inductor
+from lowp.tensor.kernels import get_or_build, to_inductor
 
 _EXAMPLE = (1 << 20) + 3  # elements: large, so that inductor chooses for large tensors
 
@@ -32,7 +32,7 @@ class FlatFunction:
         """All of one length; `out` may be one of the arguments."""
         if out.numel() == 0:
             return
-        kernel = built(self, out.device, out.numel(), _build)
+        kernel = get_or_build(self, out.device, out.numel(), _build)
         if kernel is None:
             out.copy_(self.function(*sized, *small))
         else:

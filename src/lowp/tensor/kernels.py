@@ -133,14 +133,14 @@ def _pieces(count: int, device: torch.device, noise: Noise | None, most: int) ->
 
 
 def _kernel(operation: Operation, device: torch.device, count: int) -> "_CppKernel | _InductorKernel | None":
-    return built(operation, device, count, _build)
+    return get_or_build(operation, device, count, _build)
 
 
 def _build(operation: Operation, device: torch.device) -> "_CppKernel | _InductorKernel":
     return _CppKernel(operation) if device.type == "cpu" else _InductorKernel(operation, device)
 
 
-def built(what: Any, device: torch.device, count: int, build: Callable[[Any, torch.device], Any]) -> Any:
+def get_or_build(what: Any, device: torch.device, count: int, build: Callable[[Any, torch.device], Any]) -> Any:
     """The compiled kernel, built now if it is time; None to use plain operations."""
     identity = (what, device)
     if identity in _state.kernels:
@@ -186,7 +186,7 @@ def round_into(x: Tensor, format: str, rounding: str, out: Tensor) -> None:
     Dense tensors on a CPU of the same dtype, laid out alike, and apart; formats without blocks, roundings without noise.
     """
     operation = _quantizer(format, rounding, x.dtype)
-    kernel = built(operation, _CPU, SMALL, _build)  # whatever the size: a graph calls it in every step
+    kernel = get_or_build(operation, _CPU, SMALL, _build)  # whatever the size: a graph calls it in every step
     if kernel is not None:
         kernel(x, tables_on(operation, _CPU), None, None, out)
     else:

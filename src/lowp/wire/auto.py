@@ -12,7 +12,7 @@ from torch import Tensor
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.plan import Layer
-from lowp.wire.pump import Pump
+from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.one_shot import OneShot
 from lowp.wire.reductions.two_shot import TwoShot
@@ -80,10 +80,12 @@ def _times(communicator: Communicator, settings: Settings, device: torch.device)
 
 
 def _reduce(numbers: Tensor, layer: Layer, settings: Settings, communicator: Communicator) -> None:
-    meter, pump = Meter(), Pump()
+    meter, scheduler = Meter(), ChunkScheduler()
     link, state = communicator.link, State()
-    BucketExchange(numbers, (layer,), settings, best_for(link.world), link, state, meter, False, lambda marks: None).start(pump)
-    pump.run()
+    BucketExchange(numbers, (layer,), settings, best_for(link.world), link, state, meter, False, lambda marks: None).start(
+        scheduler
+    )
+    scheduler.run()
 
 
 def _timed(way: Callable[[], None], device: torch.device) -> float:

@@ -13,7 +13,7 @@ from lowp.wire.communicator import Communicator, agree
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.plan import Layer
-from lowp.wire.pump import Pump
+from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import Meter, Report, ring_bytes
 from lowp.wire.scaling import NONFINITE, warn_of_headroom
@@ -105,9 +105,9 @@ def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, c
     state = State(step=step)
     link, sent = communicator.link, communicator.link.bytes_sent
     exchange = BucketExchange(flat, (layer,), settings, reduction, link, state, meter, op == "mean", marks.append)
-    pump = Pump()
-    exchange.start(pump)
-    communicator.run(pump, f"all_reduce of {tensor.numel()} elements")
+    scheduler = ChunkScheduler()
+    exchange.start(scheduler)
+    communicator.run(scheduler, f"all_reduce of {tensor.numel()} elements")
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
     meter.report.elements = tensor.numel()

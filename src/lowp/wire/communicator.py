@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lowp.wire.faults import explain, poison
 from lowp.wire.link import GroupLink
-from lowp.wire.pump import Pump
+from lowp.wire.chunk_scheduler import ChunkScheduler
 
 _idle: "WeakKeyDictionary[Any, dict[tuple, list[GroupLink]]]" = WeakKeyDictionary()
 """Links of groups that were given back, by the world that they belong to, its ranks and the backend."""
@@ -49,12 +49,12 @@ class Communicator:
     def world(self) -> int:
         return self.link.world
 
-    def run(self, pump: Pump, doing: str) -> None:
-        """Run a pump to its end; a failure ends the group and is explained."""
+    def run(self, scheduler: ChunkScheduler, doing: str) -> None:
+        """Run a scheduler to its end; a failure ends the group and is explained."""
         try:
-            pump.run()
+            scheduler.run()
         except Exception as error:
-            explained = explain(error, doing, pump.waiting_for, self.group)
+            explained = explain(error, doing, scheduler.waiting_for, self.group)
             self.close(failed=True)
             raise explained from error
 

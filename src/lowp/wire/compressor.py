@@ -12,7 +12,7 @@ from lowp.version import __version__
 from lowp.wire.auto import best_for, choose
 from lowp.wire.codec import Codec
 from lowp.wire.communicator import Communicator, agree
-from lowp.wire.courier import Courier, Parcel
+from lowp.wire.comm_thread import CommThread, PendingBucket
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.reductions.base import Reduction
@@ -72,7 +72,7 @@ class Compressor:
         except Exception as error:  # the group is not lost: the next one may have it
             self._communicator.close(failed=not isinstance(error, ValueError))
             raise
-        self._courier = Courier(self._communicator, device)
+        self._comm_thread = CommThread(self._communicator, device)
         self._meter = Meter(whole=settings.measure)
         self._meters: list[Meter] = []
         self._total = Report()
@@ -130,7 +130,7 @@ class Compressor:
         if not self._buckets and self.settings.nonfinite != "propagate":
             self._before = self.state.memory()
         self._buckets.append(names)
-        if self._courier.error is not None:
+        if self._comm_thread.error is not None:
             future.set_result(flat)
             return future
         meter, step, number = self._meter, self.state.step, len(self._buckets)
@@ -152,7 +152,7 @@ class Compressor:
         meter.report.elements += flat.numel()
         meter.report.bytes_of_fp32 += ring_bytes(4 * flat.numel(), self.world)
         name = f"{self._reduction} of bucket {number} in step {step}"
-        self._courier.send(Parcel(exchange, meter, name, lambda: future.set_result(flat)))
+        self._comm_thread.send(PendingBucket(exchange, meter, name, lambda: future.set_result(flat)))
         return future
 
     def step_done(self) -> None:
@@ -174,9 +174,9 @@ class Compressor:
         self._meters.append(meter)
         if len(self._meters) > 100 or self._device.type == "cpu":
             self._collect()
-        if self._courier.error is not None:
+        if self._comm_thread.error is not None:
             _forget(parameters)
-            raise self._courier.error
+            raise self._comm_thread.error
         if bad:
             _forget(parameters)
             self.state.residuals, self.state.bounds = self._before
@@ -250,7 +250,7 @@ class Compressor:
         self._layouts.clear()
 
     def close(self) -> None:
-        self._courier.close()
+        self._comm_thread.close()
 
 
 def _forget(parameters: Iterable[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """One line for DistributedDataParallel: `lowp.compress_gradients(ddp, "e5m2", scale="aps")`.
 
-DDP calls the hook for every bucket while backward is still computing; the courier carries it, and DDP waits for the future.
+DDP calls the hook for every bucket while backward is still computing; the thread carries it, and DDP waits for the future.
 Two things cannot be done there, and are done at the very end of backward, after DDP's own last word:
 
 - raising an error (an exception in a future reaches the user as "Unable to cast ... to Tensor", one in the hook breaks DDP);

@@ -4,7 +4,7 @@
 2. For each chunk: enter (float32, scaled), the reduction, leave (unscaled, divided by the number of ranks if it is a mean).
 3. Done when the last chunk is: note what was not finite, and the scales for the next step.
 
-Each of the first two is a generator that stops where it waits for messages; a Pump (pump.py) runs many of them at once.
+Each of the first two is a generator that stops where it waits for messages; a ChunkScheduler runs many of them at once.
 """
 
 import math
@@ -22,7 +22,7 @@ from lowp.wire import scaling
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink
 from lowp.wire.plan import Chunk, Layer, chunks_of, constants, cuts_for
-from lowp.wire.pump import Pump, Task
+from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.reductions.base import Job, Reduction, Steps
 from lowp.wire.report import Meter
 from lowp.wire.rules import Rules
@@ -290,16 +290,16 @@ class BucketExchange:
         )
         self._rules.meter = self._meter
 
-    def start(self, pump: Pump) -> None:
-        """Let a pump do everything. The chunks begin when the scales are known."""
-        pump.feed(Task(self._number, self._prepare(), self._meter, lambda: self._begin_chunks(pump)))
+    def start(self, scheduler: ChunkScheduler) -> None:
+        """Let a scheduler do everything. The chunks begin when the scales are known."""
+        scheduler.add(Task(self._number, self._prepare(), self._meter, lambda: self._begin_chunks(scheduler)))
 
-    def _begin_chunks(self, pump: Pump) -> None:
+    def _begin_chunks(self, scheduler: ChunkScheduler) -> None:
         if not self._chunks:
             self._finish()
         steps = self._reduction.steps(self._link.world)
         for chunk, link in zip(self._chunks, self._links, strict=True):
-            pump.feed(Task(link.number, self._job(chunk, link), self._meter, steps=steps))
+            scheduler.add(Task(link.number, self._job(chunk, link), self._meter, steps=steps))
 
     def _job(self, chunk: Chunk, link: ChunkLink) -> Steps:
         with self._meter.timed("encode", self._flat.device):

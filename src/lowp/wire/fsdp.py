@@ -30,7 +30,7 @@ from lowp.wire.collectives import communicator_for
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import peaks_of
 from lowp.wire.plan import Chunk, Part, Shard
-from lowp.wire.pump import Pump, Task
+from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.reductions.base import Job, Steps
 from lowp.wire.report import Meter, Report, ring_bytes
 from lowp.wire.rules import Rules, Stage
@@ -94,11 +94,11 @@ class FsdpHandle:
 
     def run(self, steps: Iterator[Steps], communicator: Communicator, what: str, plain_bytes: float) -> None:
         """Run the generators of one collective to their end."""
-        link, pump = communicator.link, Pump()
+        link, scheduler = communicator.link, ChunkScheduler()
         sent = link.bytes_sent
         for generator in steps:
-            pump.feed(Task(link.take_number(), generator, self._meter))
-        communicator.run(pump, what)
+            scheduler.add(Task(link.take_number(), generator, self._meter))
+        communicator.run(scheduler, what)
         self.count(link.bytes_sent - sent, plain_bytes)
 
     def count(self, sent: float, of_fp32: float) -> None:

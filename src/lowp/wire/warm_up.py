@@ -17,7 +17,7 @@ from lowp.wire.codec import Codec
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.link import ChunkLink, GroupLink, Pending
 from lowp.wire.plan import Layer
-from lowp.wire.pump import Pump
+from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.two_shot import TwoShot
 from lowp.wire.report import Meter
@@ -78,9 +78,9 @@ def _rehearse(case: _Case, settings: Settings, world: int) -> None:
     for kind in dict.fromkeys((case.reduction.of_size(0), case.reduction.of_size(1 << 62))):
         for rank in range(world):
             flat = torch.ones(len(layers) * ELEMENTS * world, dtype=case.dtype, device=case.device)
-            pump, link, meter = Pump(), _Mute(rank, world), Meter(whole=settings.measure)
-            BucketExchange(flat, layers, settings, kind, link, State(), meter, True, lambda marks: None).start(pump)
-            pump.run()
+            scheduler, link, meter = ChunkScheduler(), _Mute(rank, world), Meter(whole=settings.measure)
+            BucketExchange(flat, layers, settings, kind, link, State(), meter, True, lambda marks: None).start(scheduler)
+            scheduler.run()
 
 
 class _Mute(GroupLink):

@@ -148,7 +148,7 @@ class ListFunction:
             return lists.room(len(self.reductions))
         # At once where plain operations would be a hundred launches, or where an audit would see their temporaries.
         at_once = lists.device.type == "cuda" or torch._C._len_torch_dispatch_stack() > 0
-        kernel = kernels.built(self, lists.device, kernels.SMALL if at_once else lists.work, _build)
+        kernel = kernels.get_or_build(self, lists.device, kernels.SMALL if at_once else lists.work, _build)
         if kernel is None:
             return self._plain(lists, numbers, scalars, skip)
         return kernel(lists, numbers, scalars, skip)

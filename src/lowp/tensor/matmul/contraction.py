@@ -35,7 +35,7 @@ def _called(job: Job, compiling: bool) -> Tensor:
     several = len(choices(job.arithmetic)) > 1
     operands = job.operands() if several and (compiling or job.arithmetic.quire) else None
     lanes = _first_right(job.arithmetic, operands)
-    kernel = kernels.built(_What(job.arithmetic, lanes), job.device, job.work, _build) if compiling else None
+    kernel = kernels.get_or_build(_What(job.arithmetic, lanes), job.device, job.work, _build) if compiling else None
     steps = steps_of(job.arithmetic, lanes if kernel is not None or job.arithmetic.quire else GENERAL)
     uniforms = _uniforms(job.arithmetic, operands, steps, job.device)
     if kernel is not None:
@@ -51,7 +51,7 @@ def _first_right(arithmetic: Arithmetic, operands: Operands | None) -> Lanes:
 def _launched(job: Job) -> Tensor | None:
     """All kernels are launched that may be right; the device finds out which is. None where they cannot be built."""
     found = [c for c in choices(job.arithmetic) if c.lanes.bins in _LAUNCHED_BINS]
-    built = [kernels.built(_What(job.arithmetic, c.lanes), job.device, kernels.SMALL, _build) for c in found]
+    built = [kernels.get_or_build(_What(job.arithmetic, c.lanes), job.device, kernels.SMALL, _build) for c in found]
     if None in built:
         return None
     operands = job.operands() if len(found) > 1 else None

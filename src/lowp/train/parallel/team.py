@@ -22,7 +22,7 @@ from lowp.train.parallel.messages import TensorCodec
 from lowp.wire.collectives import all_reduce, communicator_for
 from lowp.wire.communicator import agree
 from lowp.wire.link import ChunkLink, Pending
-from lowp.wire.pump import Pump, Task
+from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.report import Meter
 from lowp.wire.virtual import VirtualExchange
 
@@ -124,9 +124,9 @@ class RealTeam(Team):
         """Send and wait. A rank that dies meanwhile is named, as everywhere on the wire."""
         communicator = communicator_for(self._group, device)
         link = communicator.link.for_chunk()
-        pump = Pump()
-        pump.feed(Task(link.number, _messages(link, sends, receives), Meter()))
-        communicator.run(pump, doing)
+        scheduler = ChunkScheduler()
+        scheduler.add(Task(link.number, _messages(link, sends, receives), Meter()))
+        communicator.run(scheduler, doing)
 
 
 def _messages(link: ChunkLink, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Generator[list[Pending], None, None]:

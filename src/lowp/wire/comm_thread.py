@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import BucketExchange
 from lowp.wire.faults import CollectiveError, blames_this_rank, explain
-from lowp.wire.pump import Pump
+from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.report import Meter
 
 
 @dataclass
-class Parcel:
+class PendingBucket:
     """A bucket to carry. `arrived` is called when it is done, or has failed. `modes` are the sender's, noted by `send`."""
 
     exchange: BucketExchange
@@ -37,86 +37,86 @@ class Parcel:
     modes: tuple[TorchDispatchMode, ...] = ()
 
 
-class Courier:
+class CommThread:
     """Carries buckets one after the other. After a failure `error` says what happened, and nothing is carried any more."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator = communicator
         self.error: Exception | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
-        self._open: list[Parcel] = []
+        self._queue: queue.SimpleQueue[PendingBucket | None] = queue.SimpleQueue()
+        self._open: list[PendingBucket] = []
         self._thread: threading.Thread | None = None
         if self._stream is None:
-            self._thread = threading.Thread(target=self._carry, name="lowp-courier", daemon=True)
+            self._thread = threading.Thread(target=self._carry, name="lowp-comm", daemon=True)
             self._thread.start()
-            _couriers.add(self)
+            _open_threads.add(self)
 
-    def send(self, parcel: Parcel) -> None:
+    def send(self, bucket: PendingBucket) -> None:
         if self.error is not None:
-            parcel.arrived()
+            bucket.arrived()
         elif self._stream is not None:
-            self._carry_on_stream(parcel)
+            self._carry_on_stream(bucket)
         else:
-            parcel.modes = _watching_modes()
-            self._parcels.put(parcel)
+            bucket.modes = _watching_modes()
+            self._queue.put(bucket)
 
-    def _carry_on_stream(self, parcel: Parcel) -> None:
+    def _carry_on_stream(self, bucket: PendingBucket) -> None:
         """Issue everything on the side stream; `arrived` runs there too, so that a future knows what to wait for."""
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        pump = Pump()
+        scheduler = ChunkScheduler()
         try:
             with torch.cuda.stream(self._stream):
-                parcel.exchange.start(pump)
-                pump.run()
+                bucket.exchange.start(scheduler)
+                scheduler.run()
         except Exception as error:
-            self._fail(error, parcel.name, pump)
+            self._fail(error, bucket.name, scheduler)
         with torch.cuda.stream(self._stream):
-            parcel.arrived()
+            bucket.arrived()
 
     def _carry(self) -> None:
-        pump = Pump()
+        scheduler = ChunkScheduler()
         while True:
             try:
-                parcel = self._parcels.get(block=pump.idle)
+                bucket = self._queue.get(block=scheduler.idle)
             except queue.Empty:
-                parcel = None
+                bucket = None
             else:
-                if parcel is None:
+                if bucket is None:
                     return
             try:
-                if parcel is not None:
-                    self._open.append(parcel)
-                    parcel.exchange.start(pump)
-                self._turn(pump)
+                if bucket is not None:
+                    self._open.append(bucket)
+                    bucket.exchange.start(scheduler)
+                self._turn(scheduler)
                 self._hand_over()
             except Exception as error:
-                self._fail(error, self._open[0].name if self._open else "a bucket", pump)
+                self._fail(error, self._open[0].name if self._open else "a bucket", scheduler)
                 return
 
-    def _turn(self, pump: Pump) -> None:
-        """A turn of the pump, seen by whoever watches one of the buckets that are open: it may bring any of them further."""
-        modes = dict.fromkeys(mode for parcel in self._open for mode in parcel.modes)
+    def _turn(self, scheduler: ChunkScheduler) -> None:
+        """A turn of the scheduler, seen by whoever watches one of the buckets that are open: it may bring any of them further."""
+        modes = dict.fromkeys(mode for bucket in self._open for mode in bucket.modes)
         if modes:
             with _inside(modes):
-                pump.turn()
+                scheduler.turn()
         else:
-            pump.turn()
+            scheduler.turn()
 
     def _hand_over(self) -> None:
         """Tell whom it concerns that a bucket has arrived."""
-        for parcel in [parcel for parcel in self._open if parcel.exchange.complete]:
-            self._open.remove(parcel)
-            parcel.arrived()
+        for bucket in [bucket for bucket in self._open if bucket.exchange.complete]:
+            self._open.remove(bucket)
+            bucket.arrived()
 
-    def _fail(self, error: Exception, name: str, pump: Pump) -> None:
+    def _fail(self, error: Exception, name: str, scheduler: ChunkScheduler) -> None:
         """Nobody waits for ever: everything that was on its way arrives, and the step raises the error.
 
         That is a CollectiveError, unless it was this rank's own work that failed: then the user sees the error itself.
         """
         try:
-            explained = explain(error, name, pump.waiting_for, self._communicator.group)
+            explained = explain(error, name, scheduler.waiting_for, self._communicator.group)
             if blames_this_rank(error):
                 error.add_note(f"lowp: {name} on rank {self._communicator.rank} ended with this; no gradient is sent any more")
                 self.error = error
@@ -125,23 +125,23 @@ class Courier:
                 self.error = explained
         except Exception as second:  # the process is being taken down around us
             self.error = CollectiveError(f"{name} failed: {error} (and calling the roll: {second})")
-        pump.drop()
+        scheduler.drop()
         self._communicator.close(failed=True)
-        for parcel in self._open:
-            parcel.arrived()
+        for bucket in self._open:
+            bucket.arrived()
         self._open.clear()
         while True:
             try:
-                parcel = self._parcels.get_nowait()
+                bucket = self._queue.get_nowait()
             except queue.Empty:
                 return
-            if parcel is not None:
-                parcel.arrived()
+            if bucket is not None:
+                bucket.arrived()
 
     def close(self) -> None:
         """Finish what is on its way and end the thread."""
         if self._thread is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._parcels.put(None)
+            self._queue.put(None)
             self._thread.join(timeout=self._communicator.timeout.total_seconds() + 10)
         self._communicator.close(failed=self.error is not None)
 
@@ -172,10 +172,10 @@ def _inside(modes: Collection[TorchDispatchMode]) -> Iterator[None]:
             _pop_mode()
 
 
-_couriers: "weakref.WeakSet[Courier]" = weakref.WeakSet()
+_open_threads: "weakref.WeakSet[CommThread]" = weakref.WeakSet()
 
 
 @atexit.register
 def _abandon_all() -> None:
-    for courier in list(_couriers):
-        courier.abandon()
+    for thread in list(_open_threads):
+        thread.abandon()

@@ -42,7 +42,7 @@ class Task:
         return self.number + SPREAD * self.waits / (self.steps - 1)
 
 
-class Pump:
+class ChunkScheduler:
     """In the order of their numbers, up to `depth` at once."""
 
     def __init__(self, depth: int = DEPTH) -> None:
@@ -51,7 +51,7 @@ class Pump:
         self._under_way: list[Task] = []
         self.waiting_for = ""  # for errors
 
-    def feed(self, *tasks: Task) -> None:
+    def add(self, *tasks: Task) -> None:
         for task in tasks:
             heapq.heappush(self._ready, task)
 
