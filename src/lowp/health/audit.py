@@ -20,7 +20,7 @@ What is seen is what is dispatched or held, and therefore:
   threads. A backward pass whose forward ran compiled *before* the audit began cannot be undone: it is noticed if it dispatches
   anything at all, and is then an error, or an entry of `report.unseen`. Begin the audit before the forward pass.
 - A dispatch mode belongs to its thread. Autograd carries it into its device threads, and the wire into the thread on which it
-  carries gradients. Any other thread must take it along itself, as comm_thread.py of the wire does. One that begins in the audit,
+  carries gradients. Any other thread must take it along itself, as wire/comm_thread.py does. One that begins in the audit,
   and uses torch without, is an entry of `report.unseen` (threads.py). Threads that ran before, and other processes, are not
   part of the proof; nor is a CUDA graph that was captured before.
 - A tensor from outside (`torch.from_numpy`, a file) is seen when an operation first touches it, or where it is held.

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.plan import Layer
-from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.one_shot import OneShot
 from lowp.wire.reductions.two_shot import TwoShot

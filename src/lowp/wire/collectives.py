@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lowp.tensor.kernels import SMALL
 from lowp.wire.auto import choose
+from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.communicator import Communicator, agree
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.plan import Layer
-from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import Meter, Report, ring_bytes
 from lowp.wire.scaling import NONFINITE, warn_of_headroom

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import BucketExchange
 from lowp.wire.faults import CollectiveError, blames_this_rank, explain
-from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.report import Meter
 
 
@@ -96,7 +96,7 @@ class CommThread:
                 return
 
     def _turn(self, scheduler: ChunkScheduler) -> None:
-        """A turn of the scheduler, seen by whoever watches one of the buckets that are open: it may bring any of them further."""
+        """A turn of the scheduler, seen by whoever watches one of the open buckets: it may advance any of them."""
         modes = dict.fromkeys(mode for bucket in self._open for mode in bucket.modes)
         if modes:
             with _inside(modes):

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.faults import explain, poison
 from lowp.wire.link import GroupLink
-from lowp.wire.chunk_scheduler import ChunkScheduler
 
 _idle: "WeakKeyDictionary[Any, dict[tuple, list[GroupLink]]]" = WeakKeyDictionary()
 """Links of groups that were given back, by the world that they belong to, its ranks and the backend."""

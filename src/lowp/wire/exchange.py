@@ -19,10 +19,10 @@ from torch import Tensor
 from lowp.tensor.flat import FlatFunction
 from lowp.tensor.noise import Domain
 from lowp.wire import scaling
+from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink
 from lowp.wire.plan import Chunk, Layer, chunks_of, constants, cuts_for
-from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.reductions.base import Job, Reduction, Steps
 from lowp.wire.report import Meter
 from lowp.wire.rules import Rules

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from lowp.formats.floats import FP32
 from lowp.tensor.noise import Domain
+from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.codec import Codec, codec_of
 from lowp.wire.collectives import communicator_for
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import peaks_of
 from lowp.wire.plan import Chunk, Part, Shard
-from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.reductions.base import Job, Steps
 from lowp.wire.report import Meter, Report, ring_bytes
 from lowp.wire.rules import Rules, Stage

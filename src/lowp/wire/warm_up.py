@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowp.tensor.kernels import building, kernel_info
+from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.codec import Codec
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.link import ChunkLink, GroupLink, Pending
 from lowp.wire.plan import Layer
-from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.two_shot import TwoShot
 from lowp.wire.report import Meter

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowp.train.parallel.messages import TensorCodec
+from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.collectives import all_reduce, communicator_for
 from lowp.wire.communicator import agree
 from lowp.wire.link import ChunkLink, Pending
-from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.report import Meter
 from lowp.wire.virtual import VirtualExchange
 
