@@ -11,7 +11,7 @@ import lowp
 from lowp.formats import FORMATS
 from lowp.wire.codec import codec_of
 from lowp.wire.exchange import _all_largest, _largest
-from lowp.wire.payload import check_format
+from lowp.wire.codec import check_format
 from lowp.wire.reductions import REDUCTIONS
 from lowp.wire.scaling import SCALES
 from waiting import no_host_waits

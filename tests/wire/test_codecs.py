@@ -11,7 +11,7 @@ import lowp
 from lowp.formats import FORMATS, BlockFormat
 from lowp.wire import scaling, swift
 from lowp.wire.codec import Codec, codec_of, total_codec
-from lowp.wire.payload import check_format, payload_bytes, put
+from lowp.wire.codec import check_format, payload_bytes, put
 from lowp.wire.planes import pack_planes, padded, planar_bytes, unpack_planes
 from lowp.wire.scaling import SCALES, bound_bytes, fitting_byte, fitting_bytes
 

@@ -41,7 +41,7 @@ def footprint(recipe: Recipe, shape: tuple[int, ...], classes: int) -> Footprint
         settings = replace(settings, reduction=best_for(recipe.shares))
     buckets = buckets_of(parameters, recipe.wire.bucket_mb * 1e6)
     sent, _ = VirtualExchange(recipe.shares, shapes, settings, buckets=buckets, names=names).bytes_sent()
-    layers = Parameters(shapes, settings, names).layers(parameters, 0)
+    layers = Parameters(shapes, settings, names).bucket(parameters, 0).layers
     return Footprint(
         memory(model, optimizer),
         sum(layer.codec.wire_bytes(layer.size) for layer in layers),

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import BucketExchange, State
-from lowp.wire.plan import Layer
+from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.one_shot import OneShot
 from lowp.wire.reductions.two_shot import TwoShot
@@ -82,7 +82,7 @@ def _times(communicator: Communicator, settings: Settings, device: torch.device)
 def _reduce(numbers: Tensor, layer: Layer, settings: Settings, communicator: Communicator) -> None:
     meter, scheduler = Meter(), ChunkScheduler()
     link, state = communicator.link, State()
-    BucketExchange(numbers, (layer,), settings, best_for(link.world), link, state, meter, False, lambda marks: None).start(
+    BucketExchange(numbers, Bucket.of((layer,)), settings, best_for(link.world), link, state, meter, False, lambda marks: None).start(
         scheduler
     )
     scheduler.run()

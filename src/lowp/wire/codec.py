@@ -1,34 +1,94 @@
-"""A codec turns a stretch of numbers into bytes and back: a format, a rounding, a scale, and how many of the numbers to keep.
+"""From numbers to bytes and back: a codec is a format, a rounding, a scale, and how many of the numbers to keep.
 
-A message part, for n float32 numbers of one layer:
+A message part has the bytes of n float32 numbers of one layer:
 
-    payload   codes of the (scaled) numbers; with top-k, the indices of those kept, then their codes
+    indices   with top-k: which numbers were kept
+    payload   the codes of the (scaled) numbers
+    high      formats of 9 to 15 bits: what of each code goes beyond its first byte
+    scales    block formats: one code a block; then one float32 for the whole part, where the format has one (nvfp4)
     header    one byte: the exponent of the scale (`local`), one a block (`block:<n>`), or the peak of what was summed
               (`none`, `aps_delayed`); none for `aps`, whose exponents were agreed before
     padding   to a multiple of 8 bytes, so that the next part may be of any dtype
 
-`wire_bytes(n)` is the length of that, and the only place where it is computed.
+Codes of less than a byte are packed in groups of g * 16 codes, where g codes fill whole bytes (2 of 4 bits, 8 of 3 bits): byte
+t of a group has bits of its codes t, 16 + t, 32 + t ... So vectors of 16 numbers become vectors of 16 bytes without a shuffle.
+
+`PartLayout` says where each of these lies, `wire_bytes` how long a part is: nothing else computes that. `encode` and `decode`
+here are plain torch operations on one part. part_kernels.py does the same to all parts of a message at once; the bytes are equal.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat, BlockFormat, Rounding
+from lowp.formats import AnyFormat, BlockFormat, Format, Rounding
 from lowp.formats import format as parse_format
-from lowp.tensor.kernels import fused
+from lowp.formats.floats import FP32
+from lowp.tensor.block import BlockCodes
 from lowp.tensor.noise import Noise
-from lowp.tensor.ops import quantize
-from lowp.wire import scaling, swift
-from lowp.wire.payload import aligned, check_format, get, payload_bytes, put
-from lowp.wire.scaling import NONFINITE, Scale, scale_of
-from lowp.wire.scratch import scratch
+from lowp.tensor.ops import decode, encode, quantize
+from lowp.tensor.packing import group
+from lowp.wire import scaling
+from lowp.wire.scaling import Scale, scale_of
 
+LANES = 16
 _PIECE = 1 << 16  # elements; an index of a kept number is counted in pieces of this length and takes two bytes
+
+
+def check_format(fmt: AnyFormat) -> AnyFormat:
+    """A format that gradients can travel in."""
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    if not element.signed:
+        raise ValueError(f"gradients have signs, and {fmt} has none")
+    if element.bits > 16 and fmt != FP32:
+        raise ValueError(f"formats on the wire have up to 16 bits (or are fp32); {fmt} has {element.bits}")
+    return fmt
+
+
+def _aligned(size: int) -> int:
+    """Room for `size` bytes such that what follows may be of any dtype."""
+    return -(-size // 8) * 8
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Of `count` codes of less than a byte."""
+    codes, width = group(bits)
+    return -(-count // (codes * LANES)) * width * LANES
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """Where the pieces of a message part begin, in bytes from its first; `end` is its length."""
+
+    payload: int
+    high: int
+    scales: int
+    tensor_scale: int
+    header: int
+    end: int
+
+    @staticmethod
+    @lru_cache(maxsize=1 << 14)
+    def of(codec: "Codec", count: int) -> "PartLayout":
+        fmt, kept = codec.format, codec.kept(count)
+        element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+        blocks = -(-kept // fmt.size) * -(-fmt.scale.bits // 8) if isinstance(fmt, BlockFormat) else 0
+        payload = 0 if codec.keep == 1 else _aligned(kept * codec.index_dtype(count).itemsize)
+        high = payload + (packed_bytes(kept, element.bits) if element.bits < 8 else kept * (element.bits // 8))
+        scales = high
+        if 8 < element.bits < 16:
+            high = _aligned(high)
+            scales = high + packed_bytes(kept, element.bits - 8)
+        scales = _aligned(scales) if blocks else scales
+        tensor_scale = scales + blocks
+        header = tensor_scale
+        if blocks and fmt.tensor_scale:  # type: ignore[union-attr]  # only block formats have blocks
+            tensor_scale = _aligned(tensor_scale)
+            header = tensor_scale + 4
+        return PartLayout(payload, high, scales, tensor_scale, header, _aligned(header + codec.header_bytes(count)))
 
 
 @dataclass(frozen=True)
@@ -62,18 +122,21 @@ class Codec:
         return self.scale.kind in ("none", "aps_delayed")
 
     @property
+    def measures(self) -> tuple[bool, bool]:
+        """What must be known of a part before it is encoded: its largest magnitude; its largest finite one."""
+        return self.scale.kind == "local", isinstance(self.format, BlockFormat) and self.format.tensor_scale
+
+    @property
     def elementwise(self) -> bool:
         """Is every number rounded by itself, whatever travels with it?"""
         return self.scale.shared and self.keep == 1 and not isinstance(self.format, BlockFormat)
 
-    @property
-    def merges(self) -> bool:
-        """Can neighbouring layers be encoded as one? Not if each draws its own noise, or has a header."""
-        return self.elementwise and self.scale.agreed and not self.stochastic
-
     def kept(self, count: int) -> int:
         """How many of `count` numbers are sent."""
         return count if self.keep == 1 else min(count, self.ranks * math.ceil(self.keep * count))
+
+    def index_dtype(self, count: int) -> torch.dtype:
+        return torch.int16 if count <= _PIECE else torch.int32
 
     def header_bytes(self, count: int) -> int:
         if self.scale.kind == "block":
@@ -82,94 +145,81 @@ class Codec:
 
     def wire_bytes(self, count: int) -> int:
         """How many bytes `count` numbers take in one message part."""
-        if count == 0:
-            return 0
-        kept = self.kept(count)
-        return aligned(self._index_bytes(count) + payload_bytes(self.format, kept) + self.header_bytes(count))
-
-    def _index_bytes(self, count: int) -> int:
-        return 0 if self.keep == 1 else aligned(self.kept(count) * (2 if count <= _PIECE else 4))
+        return PartLayout.of(self, count).end if count else 0
 
     def encode(self, numbers: Tensor, out: Tensor, noise: Noise | None = None, peak: Tensor | None = None) -> None:
-        """Write flat float32 `numbers` to `out` (uint8). `peak` is the header of scales that do not compute their own."""
+        """Write flat float32 `numbers` to `out` (uint8). `peak` is the header of scales that do not compute their own.
+
+        What is too large saturates.
+        """
         count = numbers.numel()
+        layout = PartLayout.of(self, count)
         if self.keep < 1:
             indices = _indices_of_largest(numbers, self.kept(count))
-            room = out[: self.kept(count) * (2 if count <= _PIECE else 4)]
-            room.copy_(indices.to(torch.int16 if count <= _PIECE else torch.int32).view(torch.uint8))
-            numbers, out = numbers[indices], out[self._index_bytes(count) :]
-        length = payload_bytes(self.format, numbers.numel())
-        header = out[length : length + self.header_bytes(count)]
-        factor = None
-        if self.scale.kind == "local" and numbers.device.type == "cpu":
-            byte = scaling.fitting_byte(scaling.largest(numbers).item(), self.format)
-            header.fill_(byte)
-            self._put_shifted(numbers, scaling.shift_of(byte), noise, out[:length])
-            return
+            stored = indices.to(self.index_dtype(count)).view(torch.uint8)
+            out[: stored.numel()] = stored
+            numbers = numbers[indices]
+        header = out[layout.header : layout.header + self.header_bytes(count)]
         if self.scale.kind == "local":
-            byte, factor = fused(_local_scale(self.format), *torch.aminmax(numbers))
-            header.copy_(byte)
+            header.copy_(scaling.fitting_bytes(scaling.largest(numbers).reshape(1), self.format))
+            numbers = numbers * scaling.power_of_two(scaling.shifts_of(header))
         elif self.scale.kind == "block":
-            numbers = self._scaled_blocks(numbers, header)
+            filled = torch.nn.functional.pad(numbers, (0, -numbers.numel() % self.scale.block)).view(-1, self.scale.block)
+            header.copy_(scaling.fitting_bytes(filled.abs().amax(1), self.format))
+            factors = scaling.power_of_two(scaling.shifts_of(header))
+            numbers = (filled * factors[:, None]).view(-1)[: numbers.numel()]
         elif peak is not None:
             header.copy_(peak)
-        if numbers.device.type == "cpu":
-            self._put_shifted(numbers, 0, noise, out[:length])
-        elif swift.can_encode(self.format, self.rounding) and self.format.bits == 4:
-            one = torch.ones(1, device=numbers.device) if factor is None else factor
-            swift.pack_scaled(numbers, self.format, one, out[:length])  # type: ignore[arg-type]  # no block format
-        else:
-            put(numbers, self.format, self.rounding, noise if self.stochastic else None, out[:length], factor)
+        self._put(numbers, layout, out, noise if self.stochastic else None)
 
-    def adds(self, device: torch.device) -> bool:
-        """Can `decode` add what it reads to what is there, in one pass?"""
-        return self.keep == 1 and self.scale.kind != "block" and device.type == "cpu" and swift.can_decode(self.format)
-
-    def decode(self, message: Tensor, out: Tensor, peak: Tensor | None = None, add: bool = False) -> None:
-        """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite).
-
-        With `add` (where `adds` says so), the numbers are added to those in `out`.
-        """
-        if self.adds(out.device):
-            length = payload_bytes(self.format, out.numel())
-            header = message[length : length + self.header_bytes(out.numel())]
-            unit = _unit_of(int(header)) if self.scale.kind == "local" else 1.0
-            swift.decode_scaled(message[:length], self.format, unit, out, add)  # type: ignore[arg-type]  # no block format
-            if peak is not None and header.numel():
-                peak.copy_(header)
+    def _put(self, numbers: Tensor, layout: PartLayout, out: Tensor, noise: Noise | None) -> None:
+        fmt = self.format
+        if fmt == FP32:
+            out[layout.payload : layout.payload + 4 * numbers.numel()] = numbers.view(torch.uint8)
             return
-        assert not add
-        if self.keep == 1:
-            self._decode_dense(message, out, self.header_bytes(out.numel()), peak)
-            return
+        codes = encode(numbers, fmt, self.rounding, saturate=True, seed=noise, nan="zero")
+        if isinstance(fmt, BlockFormat):
+            scales = codes.scales.view(torch.uint8)
+            out[layout.scales : layout.scales + scales.numel()] = scales
+            if fmt.tensor_scale:
+                out[layout.tensor_scale : layout.tensor_scale + 4] = codes.tensor_scale.reshape(1).view(torch.uint8)
+            fmt, codes = fmt.element, codes.elements
+        _put_codes(codes, fmt, layout, out)
+
+    def decode(self, message: Tensor, out: Tensor, peak: Tensor | None = None) -> None:
+        """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite)."""
         count = out.numel()
-        width = torch.int16 if count <= _PIECE else torch.int32
-        indices = message[: self.kept(count) * width.itemsize].view(width).to(torch.int64)
-        values = out.new_empty(self.kept(count))
-        self._decode_dense(message[self._index_bytes(count) :], values, self.header_bytes(count), peak)
-        out.zero_()
-        out[indices & 0xFFFF if count <= _PIECE else indices] = values
-
-    def _decode_dense(self, message: Tensor, out: Tensor, header_bytes: int, peak: Tensor | None) -> None:
-        length = payload_bytes(self.format, out.numel())
-        header = message[length : length + header_bytes]
-        local = self.scale.kind == "local"
-        on_cpu = message.device.type == "cpu"
-        unit = fused(_units, header)[0] if local and not on_cpu else None
-        if not on_cpu and swift.can_decode(self.format) and self.format.bits == 4:
-            one = torch.ones(1, device=out.device) if unit is None else unit
-            swift.decode_scaled(message[:length], self.format, one, out)  # type: ignore[arg-type]  # no block format
-        else:
-            get(message[:length], self.format, out, unit)
-        if local and on_cpu:
-            out.mul_(_unit_of(int(header)))
+        layout = PartLayout.of(self, count)
+        values = out if self.keep == 1 else out.new_empty(self.kept(count))
+        self._get(message, layout, values)
+        header = message[layout.header : layout.header + self.header_bytes(count)]
+        if self.scale.kind == "local":
+            values.mul_(scaling.units_of(header))
         elif self.scale.kind == "block":
-            whole = out.numel() // self.scale.block * self.scale.block
-            units = _unit(header)
-            out[:whole].view(-1, self.scale.block).mul_(units[: whole // self.scale.block, None])
-            out[whole:].mul_(units[-1])
-        if peak is not None and header_bytes:
-            peak.copy_(header if header_bytes == 1 else header.amax(0, keepdim=True))
+            whole = values.numel() // self.scale.block * self.scale.block
+            units = scaling.units_of(header)
+            values[:whole].view(-1, self.scale.block).mul_(units[: whole // self.scale.block, None])
+            values[whole:].mul_(units[-1])
+        if self.keep < 1:
+            dtype = self.index_dtype(count)
+            indices = message[: values.numel() * dtype.itemsize].view(dtype).to(torch.int64)
+            out.zero_()
+            out[indices & 0xFFFF if dtype == torch.int16 else indices] = values
+        if peak is not None and header.numel():
+            peak.copy_(header if header.numel() == 1 else header.amax(0, keepdim=True))
+
+    def _get(self, message: Tensor, layout: PartLayout, out: Tensor) -> None:
+        fmt, count = self.format, out.numel()
+        if fmt == FP32:
+            out.copy_(message[layout.payload : layout.payload + 4 * count].view(torch.float32))
+        elif isinstance(fmt, BlockFormat):
+            scales = message[layout.scales : layout.scales + -(-count // fmt.size) * -(-fmt.scale.bits // 8)]
+            whole = message[layout.tensor_scale : layout.tensor_scale + 4].clone().view(torch.float32).reshape(())
+            scales = scales if fmt.scale.bits <= 8 else scales.clone().view(torch.int16)
+            codes = BlockCodes(_get_codes(message, fmt.element, layout, count), scales, whole if fmt.tensor_scale else None)
+            decode(codes, fmt, out=out)
+        else:
+            decode(_get_codes(message, fmt, layout, count), fmt, out=out)
 
     def round_(self, numbers: Tensor, noise: Noise | None = None) -> None:
         """What sending and receiving would make of the numbers, in place."""
@@ -185,51 +235,64 @@ class Codec:
         """By what the first of `count` numbers in a message part was multiplied here, not counting what all ranks share."""
         if self.scale.shared:
             return 1.0
-        header = message[self._index_bytes(count) + payload_bytes(self.format, self.kept(count)) :][:1]
-        if header.device.type == "cpu":
-            return 2.0 ** scaling.shift_of(int(header))
-        return scaling.power_of_two(scaling.shifts_of(header))
-
-    def _put_shifted(self, numbers: Tensor, shift: int, noise: Noise | None, out: Tensor) -> None:
-        """Codes of `numbers * 2^shift`, on a CPU: in one pass where that can be."""
-        swiftly = swift.can_encode(self.format, self.rounding)
-        if shift and not (swiftly and abs(shift) <= swift.LIMIT):
-            numbers, shift = torch.mul(numbers, 2.0**shift, out=scratch(numbers.numel(), torch.float32)), 0
-        if swiftly:
-            swift.encode_shifted(numbers, self.format, shift, out)  # type: ignore[arg-type]  # no block format
-        else:
-            put(numbers, self.format, self.rounding, noise if self.stochastic else None, out)
-
-    def _scaled_blocks(self, numbers: Tensor, header: Tensor) -> Tensor:
-        filled = torch.nn.functional.pad(numbers, (0, -numbers.numel() % self.scale.block)).view(-1, self.scale.block)
-        header.copy_(scaling.fitting_bytes(filled.abs().amax(1), self.format))
-        factors = scaling.power_of_two(scaling.shifts_of(header))
-        return (filled * factors[:, None]).view(-1)[: numbers.numel()]
+        begin = PartLayout.of(self, count).header
+        return scaling.power_of_two(scaling.shifts_of(message[begin : begin + 1]))
 
 
-@lru_cache(maxsize=256)
-def _local_scale(fmt: AnyFormat) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """From the smallest and the largest number: the header byte, and the factor that it stands for."""
-
-    def scale(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        byte = scaling.fitting_bytes(torch.maximum(-low, high).reshape(1), fmt)
-        return byte, scaling.power_of_two(scaling.shifts_of(byte))
-
-    return scale
-
-
-def _units(header: Tensor) -> tuple[Tensor]:
-    return (_unit(header),)
-
-
-def _unit_of(byte: int) -> float:
-    return math.nan if byte == NONFINITE else 2.0 ** -scaling.shift_of(byte)
+def _put_codes(codes: Tensor, fmt: Format, layout: PartLayout, out: Tensor) -> None:
+    """Codes as `encode` gives them: uint8 or int16."""
+    count = codes.numel()
+    if fmt.bits in (8, 16):
+        stored = codes.view(torch.uint8)
+        out[layout.payload : layout.payload + stored.numel()] = stored
+        return
+    if fmt.bits < 8:
+        packed = pack_codes(codes, fmt.bits)
+        out[layout.payload : layout.payload + packed.numel()] = packed
+        return
+    out[layout.payload : layout.payload + count] = (codes & 0xFF).to(torch.uint8)
+    packed = pack_codes(((codes >> 8) & 0xFF).to(torch.uint8), fmt.bits - 8)
+    out[layout.high : layout.high + packed.numel()] = packed
 
 
-def _unit(header: Tensor) -> Tensor:
-    """What codes count in: 2^-shift, or NaN where something was not finite."""
-    unit = scaling.power_of_two(-scaling.shifts_of(header))
-    return torch.where(header == NONFINITE, torch.full_like(unit, math.nan), unit)
+def _get_codes(message: Tensor, fmt: Format, layout: PartLayout, count: int) -> Tensor:
+    if fmt.bits == 8:
+        return message[layout.payload : layout.payload + count]
+    if fmt.bits == 16:
+        return message[layout.payload : layout.payload + 2 * count].view(torch.int16)
+    if fmt.bits < 8:
+        return unpack_codes(message[layout.payload : layout.high], fmt.bits, count)
+    high = unpack_codes(message[layout.high : layout.high + packed_bytes(count, fmt.bits - 8)], fmt.bits - 8, count)
+    return message[layout.payload : layout.payload + count].to(torch.int16) | (high.to(torch.int16) << 8)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes (uint8, flat; the low `bits` bits count) in groups of vectors, as said above."""
+    per_group, width = group(bits)
+    filled = torch.nn.functional.pad(codes, (0, -codes.numel() % (per_group * LANES)))
+    vectors = (filled & ((1 << bits) - 1)).view(-1, per_group, LANES).to(torch.int16)
+    packed = torch.zeros(vectors.shape[0], width, LANES, dtype=torch.int16, device=codes.device)
+    for byte, vector, shift in placed_bits(bits):
+        packed[:, byte] |= vectors[:, vector] << shift if shift >= 0 else vectors[:, vector] >> -shift
+    return (packed & 0xFF).to(torch.uint8).view(-1)
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse."""
+    per_group, width = group(bits)
+    stored = packed.view(-1, width, LANES).to(torch.int16)
+    codes = torch.zeros(stored.shape[0], per_group, LANES, dtype=torch.int16, device=packed.device)
+    for byte, vector, shift in placed_bits(bits):
+        codes[:, vector] |= stored[:, byte] >> shift if shift >= 0 else stored[:, byte] << -shift
+    return (codes & ((1 << bits) - 1)).to(torch.uint8).view(-1)[:count]
+
+
+@lru_cache(maxsize=8)
+def placed_bits(bits: int) -> tuple[tuple[int, int, int], ...]:
+    """(byte, vector, shift) of a group: that byte has bits of that vector's codes, shifted to the left by so many."""
+    per_group, width = group(bits)
+    every = ((byte, vector, bits * vector - 8 * byte) for byte in range(width) for vector in range(per_group))
+    return tuple((byte, vector, shift) for byte, vector, shift in every if -bits < shift < 8)
 
 
 def _indices_of_largest(numbers: Tensor, count: int) -> Tensor:

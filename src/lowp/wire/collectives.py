@@ -13,7 +13,7 @@ from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.communicator import Communicator, agree
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
-from lowp.wire.plan import Layer
+from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import Meter, Report, ring_bytes
 from lowp.wire.scaling import NONFINITE, warn_of_headroom
@@ -104,7 +104,7 @@ def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, c
     marks: list[Tensor] = []
     state = State(step=step)
     link, sent = communicator.link, communicator.link.bytes_sent
-    exchange = BucketExchange(flat, (layer,), settings, reduction, link, state, meter, op == "mean", marks.append)
+    exchange = BucketExchange(flat, Bucket.of((layer,)), settings, reduction, link, state, meter, op == "mean", marks.append)
     scheduler = ChunkScheduler()
     exchange.start(scheduler)
     communicator.run(scheduler, f"all_reduce of {tensor.numel()} elements")

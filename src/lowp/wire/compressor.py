@@ -114,7 +114,7 @@ class Compressor:
         """Build the kernels, so that nobody waits for a compiler later."""
         reduction = self.settings.reduction
         reduction = reduction if isinstance(reduction, Reduction) else best_for(world)
-        warm_up(codecs, self._device, self.settings, reduction, world, len(self._shapes), self._dtypes)
+        warm_up(codecs, self._device, self.settings, reduction, world, self._dtypes)
 
     def _choose(self) -> Reduction | None:
         if self.settings.reduction == "auto":
@@ -134,13 +134,13 @@ class Compressor:
             future.set_result(flat)
             return future
         meter, step, number = self._meter, self.state.step, len(self._buckets)
-        layers = self._parameters.layers(names, step)
+        bucket = self._parameters.bucket(names, step)
         if self.settings.scheduled:  # a function of the step may say a format that was not known
-            self._warm_up({layer.codec for layer in layers}, self.world)
+            self._warm_up({layer.codec for layer in bucket.layers}, self.world)
         assert self._reduction is not None
         exchange = BucketExchange(
             flat,
-            layers,
+            bucket,
             self.settings,
             self._reduction,
             self._communicator.link,

@@ -48,14 +48,16 @@ class Feedback:
         residuals = [self._residual(rank, layer, flat.device) for layer in self._layers]
         return torch.add(flat.to(torch.float32), torch.cat(residuals), out=out)
 
-    def keep(self, rank: int | None, shard: Shard, lost: Tensor, factors: "list[float] | Tensor", of_sum: bool) -> None:
+    def keep(self, rank: int | None, shard: Shard, lost: Tensor, factors: Tensor | None, of_sum: bool) -> None:
         """Remember what was lost of a shard, in units of 1 / factor of each layer; nothing of what was not finite.
 
         `rank` is the one that has rounded; None stands for the owner of each element (see `finish`).
         """
         if not shard.parts:
             return
-        lost = torch.cat([lost[p.offset : p.offset + p.size] / factors[p.layer] for p in shard.parts]).nan_to_num_(0, 0, 0)
+        if factors is not None:
+            lost = torch.cat([lost[p.offset : p.offset + p.size] / factors[p.layer] for p in shard.parts])
+        lost = lost.nan_to_num(0, 0, 0)
         if not of_sum:
             assert rank is not None
             self._store(rank, shard, lost, Tensor.copy_)

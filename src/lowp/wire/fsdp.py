@@ -29,9 +29,8 @@ from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.codec import Codec, codec_of
 from lowp.wire.collectives import communicator_for
 from lowp.wire.communicator import Communicator
-from lowp.wire.exchange import peaks_of
 from lowp.wire.plan import Chunk, Part, Shard
-from lowp.wire.reductions.base import Job, Steps
+from lowp.wire.reductions.base import ChunkJob, Steps
 from lowp.wire.report import Meter, Report, ring_bytes
 from lowp.wire.rules import Rules, Stage
 from lowp.wire.scaling import NONFINITE
@@ -265,13 +264,11 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
 
     def steps(start: int, stop: int) -> Steps:
         chunk = _chunk(codec, start, stop - start, world)
-        numbers = rows[:, start:stop].to(torch.float32).reshape(-1)
-        job = Job(chunk, numbers, peaks_of(numbers, chunk, world), rules, link.for_chunk())
-        sent = {rank: job.write(rank, Stage.ADDEND) for rank in range(world)}
-        received = {rank: sent[rank] if rank == link.rank else job.room(link.rank, Stage.ADDEND) for rank in range(world)}
-        yield job.link.exchange(sent, received)
-        messages = [received[rank] for rank in range(world)]
-        total = rules.fold_messages(messages, chunk.shards[link.rank], Stage.ADDEND, range(world))
+        numbers = rows[:, start:stop].reshape(-1)
+        job = ChunkJob(chunk, numbers, output, rules, link.for_chunk())
+        sent, received = job.write_to_owners()
+        yield job.link.exchange(sent, {rank: received[rank] for rank in range(world)})
+        total = rules.fold_messages(received, chunk.shards[link.rank], Stage.ADDEND, range(world))
         output[start:stop] = total.numbers.div_(divisor) * _poison(total.peaks)
 
     plain = (world - 1) / world * 4 * source.numel()
@@ -300,18 +297,16 @@ def _gather_from_owners(output: Tensor, source: Tensor, codec: Codec, group: Any
 
     def steps(start: int, stop: int) -> Steps:
         chunk = _chunk(codec, start, stop - start, link.world)
-        numbers = torch.zeros(chunk.size, dtype=torch.float32, device=source.device)
         mine = chunk.shards[link.rank]
+        numbers = torch.zeros(chunk.size, dtype=torch.float32, device=source.device)
         numbers[mine.start : mine.stop] = source[start:stop]
-        job = Job(chunk, numbers, peaks_of(numbers, chunk, link.world), rules, link.for_chunk())
-        message = job.write(link.rank, Stage.ADDEND)
-        messages = {r: message if r == link.rank else job.room(r, Stage.ADDEND) for r in range(link.world)}
-        yield job.link.exchange(dict.fromkeys(range(link.world), message), messages)
-        for rank, arrived in messages.items():
-            shard = chunk.shards[rank]
-            load = rules.read(arrived, shard, Stage.ADDEND, numbers[shard.start : shard.stop])
-            load.numbers.mul_(_poison(load.peaks))
-        rows[:, start:stop] = numbers.view(link.world, -1)
+        job = ChunkJob(chunk, numbers, output, rules, link.for_chunk())
+        gathered = job.rooms(Stage.ADDEND)
+        rules.write(job.load(link.rank), mine, Stage.ADDEND, link.rank, gathered[link.rank])
+        yield job.link.exchange(dict.fromkeys(range(link.world), gathered[link.rank]), gathered.views())
+        peaks = gathered.messages.peaks(gathered.buffer)
+        gathered.messages.decode(gathered.buffer, numbers)
+        rows[:, start:stop] = numbers.view(link.world, -1) * _poison(peaks)[:, None]
 
     plain = (link.world - 1) * 4 * source.numel()
     pieces = _pieces(source.numel())

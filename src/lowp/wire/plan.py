@@ -98,22 +98,20 @@ class Chunk:
         """The layer of each part."""
         return constants(tuple(part.layer for part, _ in self.parts), torch.int64, device)
 
-    def run_layers(self, device: torch.device) -> Tensor:
-        """The layer of each run."""
-        return constants(tuple(layer for layer, _, _ in self.runs), torch.int64, device)
+    @cached_property
+    def sends_headers(self) -> bool:
+        """Do messages have bytes that may say that something is not finite?"""
+        return any(not part.codec.scale.agreed for part, _ in self.parts)
 
     @cached_property
-    def _numbers(self) -> dict[torch.device, Tensor]:
+    def messages(self) -> dict[Any, Any]:
+        """Where the parts of all shards lie in messages of every kind: worked out once (reductions/base.py)."""
         return {}
 
-    def layer_of_each(self, device: torch.device) -> Tensor:
-        """For each element, the place of its layer among the chunk's `runs`: a byte each, or two where there are many."""
-        if device not in self._numbers:
-            dtype = torch.uint8 if len(self.runs) <= 256 else torch.int16
-            numbers = torch.arange(len(self.runs), device=device).to(dtype)
-            lengths = constants(tuple(last - first for _, first, last in self.runs), torch.int64, device)
-            self._numbers[device] = numbers.repeat_interleave(lengths, output_size=self.size)
-        return self._numbers[device]
+    @cached_property
+    def tables(self) -> dict[torch.device, Any]:
+        """Where the runs lie (exchange.py)."""
+        return {}
 
     @cached_property
     def first_parts(self) -> tuple[int, ...]:
@@ -132,7 +130,41 @@ class Chunk:
         return tuple(found)
 
 
-@lru_cache(maxsize=4096)
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Layers that lie one after the other in memory, and everything that was worked out for them: there is one of each."""
+
+    layers: tuple[Layer, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(layers: tuple[Layer, ...]) -> "Bucket":
+        return Bucket(layers)
+
+    @cached_property
+    def size(self) -> int:
+        return sum(layer.size for layer in self.layers)
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """Where each layer begins, and where the last one ends."""
+        return (0, *accumulate(layer.size for layer in self.layers))
+
+    @cached_property
+    def _chunks(self) -> dict[tuple[int, tuple[int, int]], tuple[Chunk, ...]]:
+        return {}
+
+    def chunks(self, shards: int, cuts: tuple[int, int] = CPU_CUTS) -> tuple[Chunk, ...]:
+        if (shards, cuts) not in self._chunks:
+            self._chunks[shards, cuts] = chunks_of(self.layers, shards, cuts)
+        return self._chunks[shards, cuts]
+
+    @cached_property
+    def tables(self) -> dict[Any, Any]:
+        """Where layers lie, on some device (exchange.py)."""
+        return {}
+
+
 def chunks_of(layers: tuple[Layer, ...], shards: int, cuts: tuple[int, int] = CPU_CUTS) -> tuple[Chunk, ...]:
     """Cut a bucket of these layers, one after the other in memory.
 

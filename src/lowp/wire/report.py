@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowp.tensor.ops import quantize
 from lowp.wire.codec import Codec
+from lowp.wire.messages import Messages
 
 SAMPLE = 1024  # elements of a message part that are looked at for saturation and underflow
 ONE_IN = 16  # parts
@@ -106,15 +107,25 @@ class Meter:
     def _spend(self, what: str, seconds: float) -> None:
         setattr(self.report, f"{what}_seconds", getattr(self.report, f"{what}_seconds") + seconds)
 
-    def see(self, codec: Codec, numbers: Tensor, message: Tensor) -> None:
-        """Count what saturated and what became zero in a message part; without `whole`, in some of them, at their beginning."""
-        self._parts += 1
-        if not self._whole and self._parts % ONE_IN != 1:
-            return
+    def see(self, messages: Messages, numbers: Tensor, buffer: Tensor, factors: Tensor | None) -> None:
+        """Count what saturated and what became zero in these messages; without `whole`, in some parts, at their beginning.
+
+        On CUDA, where each sample is some ten launches, in one part of a message.
+        """
+        for group in messages.groups:
+            step = 1 if self._whole else ONE_IN if numbers.device.type == "cpu" else len(group.segments)
+            for segment in group.segments[self._parts % ONE_IN % len(group.segments) :: step]:
+                own = numbers[segment.start : segment.start + segment.part.size]
+                own = (own if self._whole else own[: max(SAMPLE, group.codec.scale.block)]).to(torch.float32)
+                own = own if factors is None else own * factors[segment.part.layer]
+                self._sample(group.codec, own, buffer[segment.begin : segment.end], segment.part.size)
+            self._parts += len(group.segments)
+
+    def _sample(self, codec: Codec, numbers: Tensor, message: Tensor, count: int) -> None:
         sample = numbers if self._whole and codec.scale.kind != "block" else numbers[:SAMPLE]
         if codec.scale.kind == "block":
             sample = sample[: codec.scale.block]
-        sample = sample * codec.factor(message, numbers.numel())
+        sample = sample * codec.factor(message, count)
         rounded = quantize(sample, codec.format, saturate=True)
         zero = sample == 0
         overflows = (sample.abs() > codec.format.max) & sample.isfinite()

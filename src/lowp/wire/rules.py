@@ -15,8 +15,7 @@ With error feedback, what is lost at any of them is kept by the rank that rounds
 import enum
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,12 +23,13 @@ from torch import Tensor
 from lowp.formats import AnyFormat
 from lowp.formats.floats import FP32
 from lowp.tensor.noise import Domain, Noise
-from lowp.wire import scaling
 from lowp.wire.codec import Codec, partial_codec, total_codec
 from lowp.wire.feedback import Feedback
+from lowp.wire.messages import Messages
 from lowp.wire.plan import Part, Shard
 from lowp.wire.report import Meter
-from lowp.wire.scratch import scratch
+from lowp.wire.scaling import NONFINITE
+from lowp.wire.scratch import room
 
 
 class Stage(enum.IntEnum):
@@ -48,26 +48,18 @@ class Stage(enum.IntEnum):
     KAHAN_LOST = 11
 
 
-class Place(NamedTuple):
-    """Where a part (or several of the same codec, where that makes no difference) lies in a message."""
-
-    index: int  # of the part in its shard
-    part: Part
-    codec: Codec
-    begin: int  # bytes
-    end: int
-
-
 @dataclass
 class Load:
     """The numbers of one shard (float32, scaled where ranks share a scale) and the largest header byte of each part.
 
-    `lost` is Kahan's compensation: what rounding has taken from the numbers so far.
+    `lost` is Kahan's compensation: what rounding has taken from the numbers so far. `maxima` is what is known of the numbers
+    (see `Messages.measure`), where it was found while they were added up.
     """
 
     numbers: Tensor
     peaks: Tensor
     lost: Tensor | None = None
+    maxima: "Sequence[Tensor | None] | None" = None
 
 
 @dataclass
@@ -86,7 +78,7 @@ class Rules:
     rank: int | None = 0
     feedback: Feedback | None = None
     meter: Meter | None = None
-    factors: list[float] | Tensor = field(default_factory=list)  # by which each layer was multiplied
+    factors: Tensor | None = None  # by which each layer was multiplied (float32); None: by 1
     level: int = 0  # 1 between nodes, whose numbers are not those of ranks: each level has noise of its own
 
     def at(self, rank: int | None) -> "Rules":
@@ -104,48 +96,66 @@ class Rules:
             case _:
                 return partial_codec(part.codec, self.accumulate or part.codec.format, self.world)
 
-    def layout(self, shard: Shard, stage: Stage) -> "tuple[tuple[Place, ...], int]":
-        """Where each part of a shard lies in a message, and how long the message is. Worked out once for each kind."""
-        kind = (stage, self.accumulate, self.world)
+    def messages(self, shard: Shard, stage: Stage) -> Messages:
+        """Where each part of a shard lies in a message. Worked out once for each kind."""
+        kind = self._kind(stage)
         if kind not in shard.messages:
-            places: list[Place] = []
-            for index, part in enumerate(shard.parts):
-                codec = self.codec(part, stage)
-                if places and codec.merges and places[-1].codec == codec:
-                    last = places.pop()
-                    part = replace(last.part, size=last.part.size + part.size)
-                    index = last.index
-                begin = places[-1].end if places else 0
-                places.append(Place(index, part, codec, begin, begin + codec.wire_bytes(part.size)))
-            shard.messages[kind] = (tuple(places), places[-1].end if places else 0)
+            shard.messages[kind] = Messages([shard], lambda part: self.codec(part, stage))
         return shard.messages[kind]
+
+    def _kind(self, stage: Stage) -> tuple:
+        return (stage, self.accumulate, self.world)
 
     def length(self, shard: Shard, stage: Stage) -> int:
         """Bytes of a shard's message; twice as many where Kahan's compensation travels along."""
-        return self.layout(shard, stage)[1] * (2 if self.kahan and stage == Stage.PARTIAL else 1)
+        return self.messages(shard, stage).length * (2 if self.kahan and stage == Stage.PARTIAL else 1)
 
     def room(self, shard: Shard, stage: Stage, device: torch.device) -> Tensor:
         """For a message to be received."""
         return torch.empty(self.length(shard, stage), dtype=torch.uint8, device=device)
 
-    def write(self, load: Load, shard: Shard, stage: Stage, actor: int) -> Tensor:
-        """A shard's message. `actor` is the rank or node that rounds: everybody draws its own noise."""
-        with self._timed("encode", load.numbers.device):
-            message = self.room(shard, stage, load.numbers.device)
-            places, length = self.layout(shard, stage)
-            for index, part, codec, begin, end in places:
-                peak = load.peaks[index : index + 1] if codec.sends_peaks else None
-                numbers = load.numbers[part.offset : part.offset + part.size]
-                if stage == Stage.TOTAL and peak is not None and codec.format == FP32:
-                    peak = torch.where(scaling.largest(numbers).isfinite(), peak, scaling.NONFINITE)  # the sum overflowed
-                noisy = Stage.SENT if stage == Stage.PARTIAL else stage
-                self._write_part(numbers, peak, part, codec, noisy, actor, message[begin:end])
-                if load.lost is not None and stage == Stage.PARTIAL:
-                    lost = load.lost[part.offset : part.offset + part.size]
-                    self._write_part(lost, peak, part, codec, Stage.SENT_LOST, actor, message[length + begin : length + end])
+    def write(self, load: Load, shard: Shard, stage: Stage, actor: int, out: Tensor | None = None) -> Tensor:
+        """A shard's message, in `out` where that is given. `actor` is the rank or node that rounds: each draws its own noise."""
+        messages = self.messages(shard, stage)
+        message = self.room(shard, stage, load.numbers.device) if out is None else out
+        noisy = Stage.SENT if stage == Stage.PARTIAL else stage
+        if stage == Stage.TOTAL:
+            load = self._marked(load, messages)
+        self.encode(messages, load.numbers, message[: messages.length], noisy, actor, None, load.peaks, load.maxima)
+        if load.lost is not None and stage == Stage.PARTIAL:
+            self.encode(messages, load.lost, message[messages.length :], Stage.SENT_LOST, actor, None, load.peaks)
         if self.feedback is not None and self._loses(load, shard, stage):
             self._keep(_value(load), self.read(message, shard, stage), shard, stage not in (Stage.ADDEND, Stage.INSIDE))
         return message
+
+    def encode(
+        self,
+        messages: Messages,
+        numbers: Tensor,
+        out: Tensor,
+        stage: Stage,
+        actor: int,
+        factors: Tensor | None = None,
+        peaks: Tensor | None = None,
+        maxima: "Sequence[Tensor | None] | None" = None,
+    ) -> None:
+        """All messages at once."""
+        with self.timed("encode", numbers.device):
+            messages.encode(numbers, out, factors, peaks, lambda part: self.noise(part, stage, actor), maxima)
+            if stage in (Stage.ADDEND, Stage.NODE) and self.meter is not None:
+                self.meter.see(messages, numbers, out, factors)
+
+    def _marked(self, load: Load, messages: Messages) -> Load:
+        """A total in float32 may have overflowed, which no header would say."""
+        if not any(overflow_unseen(group.codec) for group in messages.groups):
+            return load
+        maxima = load.maxima or messages.measure(load.numbers, wanted_of_total)
+        peaks = load.peaks.clone()
+        for group, found in zip(messages.groups, maxima, strict=True):
+            if overflow_unseen(group.codec) and found is not None:
+                bad = torch.where(found[0] >= 0x7F800000, NONFINITE, 0).to(torch.uint8)
+                peaks.scatter_reduce_(0, group.indices(peaks.device), bad, "amax")
+        return replace(load, peaks=peaks)
 
     def _loses(self, load: Load, shard: Shard, stage: Stage) -> bool:
         """May a message say less than the load? Of a rank's own numbers, nothing is a loss too: the last one is over."""
@@ -160,29 +170,19 @@ class Rules:
         assert self.feedback is not None
         self.feedback.keep(self.rank, shard, before.sub_(_value(after)), self.factors, of_sum)
 
-    def _write_part(
-        self, numbers: Tensor, peak: Tensor | None, part: Part, codec: Codec, stage: Stage, actor: int, room: Tensor
-    ) -> None:
-        codec.encode(numbers, room, self.noise(part, stage, actor) if codec.stochastic else None, peak)
-        if stage in (Stage.ADDEND, Stage.NODE) and self.meter is not None:
-            self.meter.see(codec, numbers, room)
-
     def read(self, message: Tensor, shard: Shard, stage: Stage, out: Tensor | None = None) -> Load:
         """What a message says, in `out` where that is given."""
-        with self._timed("decode", message.device):
+        messages = self.messages(shard, stage)
+        with self.timed("decode", message.device):
             numbers = torch.empty(shard.size, dtype=torch.float32, device=message.device) if out is None else out
-            load = Load(numbers, torch.zeros(len(shard.parts), dtype=torch.uint8, device=message.device))
+            messages.decode(message, numbers)
+            load = Load(numbers, messages.peaks(message[: messages.length]))
             if self.kahan and stage == Stage.PARTIAL:
                 load.lost = torch.empty_like(numbers)
-            places, length = self.layout(shard, stage)
-            for index, part, codec, begin, end in places:
-                peak = load.peaks[index : index + 1]
-                codec.decode(message[begin:end], numbers[part.offset : part.offset + part.size], peak)
-                if load.lost is not None:
-                    codec.decode(message[length + begin : length + end], load.lost[part.offset : part.offset + part.size])
+                messages.decode(message[messages.length :], load.lost)
             return load
 
-    def _timed(self, what: str, device: torch.device) -> AbstractContextManager[None]:
+    def timed(self, what: str, device: torch.device) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.timed(what, device)
 
     def addend(self, load: Load, shard: Shard, actor: int) -> Load:
@@ -193,24 +193,11 @@ class Rules:
         """
         if self.feedback is not None or not all(part.codec.elementwise for part in shard.parts):
             return self.read(self.write(load, shard, Stage.ADDEND, actor), shard, Stage.ADDEND)
-        numbers = load.numbers.clone()
-        for part in self._alike(shard):
-            if part.codec.format != FP32:
-                noise = self.noise(part, Stage.ADDEND, actor) if part.codec.stochastic else None
-                part.codec.round_(numbers[part.offset : part.offset + part.size], noise)
+        if all(part.codec.format == FP32 for part in shard.parts):
+            return Load(load.numbers.clone(), load.peaks.clone())
+        messages = self.messages(shard, Stage.ADDEND)
+        numbers = messages.round_(load.numbers.clone(), lambda part: self.noise(part, Stage.ADDEND, actor))
         return Load(numbers, load.peaks.clone())
-
-    def _alike(self, shard: Shard) -> tuple[Part, ...]:
-        """A shard's parts, with neighbours of one codec as one part, unless each has its own noise."""
-        if "alike" not in shard.messages:
-            found: list[Part] = []
-            for part in shard.parts:
-                if found and found[-1].codec == part.codec and not part.codec.stochastic:
-                    found[-1] = replace(found[-1], size=found[-1].size + part.size)
-                else:
-                    found.append(part)
-            shard.messages["alike"] = tuple(found)
-        return shard.messages["alike"]
 
     def sent_on(self, total: Load, shard: Shard, actor: int) -> Load:
         """A partial sum as it would arrive elsewhere. It is rounded already, but a scale of its own may round it again."""
@@ -228,8 +215,12 @@ class Rules:
 
     def round_(self, numbers: Tensor, shard: Shard, stage: Stage, actor: int) -> Tensor:
         """Round to the format of sums, in place."""
-        for part in shard.parts:
-            codec = self.codec(part, Stage.PARTIAL)
+        codecs = [self.codec(part, Stage.PARTIAL) for part in shard.parts]
+        if all(codec.format == FP32 for codec in codecs):
+            return numbers
+        if all(codec.elementwise for codec in codecs):
+            return self.messages(shard, Stage.PARTIAL).round_(numbers, lambda part: self.noise(part, stage, actor))
+        for part, codec in zip(shard.parts, codecs, strict=True):
             if codec.format != FP32:
                 codec.round_(numbers[part.offset : part.offset + part.size], self.noise(part, stage, actor))
         return numbers
@@ -271,27 +262,25 @@ class Rules:
         return Load(numbers, peaks, self.round_(difference.sub_(addend), shard, Stage.KAHAN_LOST, actor))
 
     def fold_messages(
-        self, messages: Sequence[Tensor], shard: Shard, stage: Stage, actors: Iterable[int], out: Tensor | None = None
+        self, messages: Tensor, shard: Shard, stage: Stage, actors: Iterable[int], out: Tensor | None = None
     ) -> Load:
-        """Read and add one after the other; sums in float32 without a detour through memory of their own, where that can be.
-
-        The sum is in `out`, where that is given, or in memory that the next call may use again.
-        """
-        places, _ = self.layout(shard, stage)
-        plain = not self.kahan and all(self.codec(part, Stage.PARTIAL).format == FP32 for part in shard.parts)
-        if not plain or not all(place.codec.adds(messages[0].device) for place in places):
+        """The sum of messages [ranks, bytes], in their order; in `out`, or in memory that the next call may use again."""
+        layout = self.messages(shard, stage)
+        if not self.adds_plainly(shard):
             total = self.fold((self.read(message, shard, stage) for message in messages), shard, actors)
-            return total if out is None else Load(out.copy_(total.numbers), total.peaks, total.lost)
-        total = self.read(messages[0], shard, stage, scratch(shard.size, torch.float32, 2) if out is None else out)
-        with self._timed("decode", total.numbers.device):
-            peak = torch.zeros(1, dtype=torch.uint8)
-            for message in messages[1:]:
-                for index, part, codec, begin, end in places:
-                    target = total.numbers[part.offset : part.offset + part.size]
-                    codec.decode(message[begin:end], target, peak, add=True)
-                    if codec.header_bytes(part.size):
-                        total.peaks[index : index + 1].clamp_(min=int(peak))
-        return total
+            return total if out is None else replace(total, numbers=out.copy_(total.numbers))
+        with self.timed("decode", messages.device):
+            numbers = room(shard.size, torch.float32, messages.device) if out is None else out
+            maxima = layout.decode(
+                messages.view(-1), numbers, messages=len(messages), stride=layout.length, wanted=wanted_of_total
+            )
+            same = all(total_codec(group.codec, self.world) == group.codec for group in layout.groups)
+            peaks = layout.peaks(messages.view(-1), len(messages), layout.length)
+            return Load(numbers, peaks, maxima=maxima if same else None)
+
+    def adds_plainly(self, shard: Shard) -> bool:
+        """Are sums float32, without a compensation?"""
+        return not self.kahan and all(self.codec(part, Stage.PARTIAL).format == FP32 for part in shard.parts)
 
     def end(self, total: Load, shard: Shard) -> Load:
         """A sum that is not rounded to be sent: its compensation goes."""
@@ -311,3 +300,13 @@ class Rules:
 def _value(load: Load) -> Tensor:
     """What a load stands for, in memory of its own: its numbers less their compensation."""
     return load.numbers.clone() if load.lost is None else load.numbers - load.lost
+
+
+def overflow_unseen(codec: Codec) -> bool:
+    """May a total be infinite without a header that says so?"""
+    return codec.sends_peaks and codec.format == FP32
+
+
+def wanted_of_total(codec: Codec) -> tuple[bool, bool]:
+    """What must be known of a sum before it is encoded."""
+    return (True, False) if overflow_unseen(codec) else codec.measures

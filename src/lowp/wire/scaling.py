@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from lowp.formats import AnyFormat, BlockFormat
-from lowp.tensor.carrier import exponent_below
+from lowp.tensor.carrier import F32, exponent_below
 from lowp.tensor.carrier import power_of_two as power_of_two
-from lowp.tensor.fitting import fitting_exponent, fitting_exponents
+from lowp.tensor.fitting import fitting_exponents
 
 logger = logging.getLogger("lowp")
 
@@ -78,9 +78,10 @@ SCALES = (Scale("none"), Scale("aps"), Scale("aps_delayed"), Scale("local"), Sca
 
 def bound_bytes(maxima: Tensor, world: int) -> Tensor:
     """The byte of `E = ceil(log2(maximum * world))` for each layer's largest magnitude (NaN or infinite where it is)."""
+    maxima = maxima.abs()  # NaN may have a sign
     bits = (maxima.to(torch.float64) * world).view(torch.int64)
     bound = (bits >> 52) - 1023 + ((bits & ((1 << 52) - 1)) != 0).to(torch.int64)  # a power of two is its own bound
-    return _marked((bound + _BOUND_BIAS).clamp(1, 254), maxima)
+    return _marked((bound + _BOUND_BIAS).clamp(1, 254), maxima).to(torch.uint8)
 
 
 def aps_shifts(bounds: Tensor, emax: Tensor, headroom: int = 0) -> Tensor:
@@ -129,17 +130,12 @@ _warned: set[tuple[str, Scale, int]] = set()
 
 def fitting_bytes(maxima: Tensor, fmt: AnyFormat) -> Tensor:
     """The byte of the largest shift that keeps each maximum (float32) within the format."""
-    shift = fitting_exponents(maxima.contiguous(), fmt)
-    return _marked(shift.clamp(-MAX_SHIFT, MAX_SHIFT) + _SHIFT_BIAS, maxima)
+    return fitting_numbers(maxima.abs(), fmt).to(torch.uint8)  # NaN may have a sign
 
 
-def fitting_byte(maximum: float, fmt: AnyFormat) -> int:
-    """`fitting_bytes` of one number."""
-    if maximum == 0:
-        return ZERO
-    if not math.isfinite(maximum):
-        return NONFINITE
-    return min(max(fitting_exponent(maximum, fmt), -MAX_SHIFT), MAX_SHIFT) + _SHIFT_BIAS
+def fitting_numbers(maxima: Tensor, fmt: AnyFormat) -> Tensor:
+    """The same as int32, for kernels."""
+    return _marked(fitting_exponents(maxima, fmt).clamp(-MAX_SHIFT, MAX_SHIFT) + _SHIFT_BIAS, maxima)
 
 
 def shifts_of(fitting: Tensor) -> Tensor:
@@ -148,8 +144,10 @@ def shifts_of(fitting: Tensor) -> Tensor:
     return torch.where((fitting == ZERO) | (fitting == NONFINITE), torch.zeros_like(shifts), shifts)
 
 
-def shift_of(fitting: int) -> int:
-    return 0 if fitting in (ZERO, NONFINITE) else fitting - _SHIFT_BIAS
+def units_of(fitting: Tensor) -> Tensor:
+    """What codes count in: 2^-shift, or NaN where something was not finite."""
+    unit = power_of_two(-shifts_of(fitting))
+    return torch.where(fitting == NONFINITE, torch.full_like(unit, math.nan), unit)
 
 
 def largest(numbers: Tensor) -> Tensor:
@@ -159,5 +157,6 @@ def largest(numbers: Tensor) -> Tensor:
 
 
 def _marked(found: Tensor, maxima: Tensor) -> Tensor:
-    found = torch.where(maxima == 0, torch.full_like(found, ZERO), found)
-    return torch.where(maxima.isfinite(), found, torch.full_like(found, NONFINITE)).to(torch.uint8)
+    bits = maxima.view(torch.int32)  # of magnitudes: NaN is above infinity
+    found = torch.where(bits == 0, torch.full_like(found, ZERO), found)
+    return torch.where(bits >= F32.infinity, torch.full_like(found, NONFINITE), found)

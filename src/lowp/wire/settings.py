@@ -11,8 +11,8 @@ from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.wire.codec import Codec, codec_of
 from lowp.wire.naming import last_layer
-from lowp.wire.payload import check_format
-from lowp.wire.plan import Layer
+from lowp.wire.codec import check_format
+from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions import reduction_of
 from lowp.wire.reductions.base import Reduction, default_accumulate
 from lowp.wire.scaling import Scale, scale_of
@@ -196,7 +196,7 @@ class Parameters:
         if not self._last and "last" in (*settings.layers, *settings.skip):
             raise ValueError("'last' is the last layer that has a matrix, and no parameter here has two dimensions")
         self.numbers = {name: number for number, name in enumerate(shapes)}
-        self._kept: dict[tuple[str, ...], tuple[Layer, ...]] = {}
+        self._kept: dict[tuple[str, ...], Bucket] = {}
 
     def codec(self, name: str, step: int) -> Codec:
         return self._settings.codec(self._names[name], len(self._shapes[name]), name in self._last, step)
@@ -206,12 +206,12 @@ class Parameters:
         """All codecs that some parameter has at some step, as far as schedules tell."""
         return {self.codec(name, step) for name in self._shapes for step in self._settings.switches}
 
-    def layers(self, names: Iterable[str], step: int) -> tuple[Layer, ...]:
-        """A bucket's layers. Worked out once, unless there is a schedule: it is asked for in every step."""
+    def bucket(self, names: Iterable[str], step: int) -> Bucket:
+        """The layers of these parameters. Worked out once, unless there is a schedule: it is asked for in every step."""
         key = tuple(names)
         if key in self._kept:
             return self._kept[key]
-        found = tuple(Layer(n, self._shapes[n].numel(), self.codec(n, step), self.numbers[n]) for n in key)
+        found = Bucket.of(tuple(Layer(n, self._shapes[n].numel(), self.codec(n, step), self.numbers[n]) for n in key))
         if not self._settings.scheduled:
             self._kept[key] = found
         return found

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat
 from lowp.tensor.noise import Domain
-from lowp.wire.plan import Layer, Shard, chunks_of
-from lowp.wire.reductions.base import Job, Reduction
+from lowp.wire.messages import Messages
+from lowp.wire.plan import Bucket, Shard
+from lowp.wire.reductions.base import ChunkJob, Reduction, Rooms
 from lowp.wire.rules import Load, Rules, Stage
 
 _NOWHERE = torch.device("meta")
@@ -35,8 +36,11 @@ class CountingLink:
 class LengthRules(Rules):
     """Messages of the right length, and nothing in them."""
 
-    def write(self, load: Load, shard: Shard, stage: Stage, actor: int) -> Tensor:
-        return self.room(shard, stage, _NOWHERE)
+    def write(self, load: Load, shard: Shard, stage: Stage, actor: int, out: Tensor | None = None) -> Tensor:
+        return self.room(shard, stage, _NOWHERE) if out is None else out
+
+    def encode(self, messages: Messages, numbers: Tensor, out: Tensor, *more: Any) -> None:
+        pass
 
     def read(self, message: Tensor, shard: Shard, stage: Stage, out: Tensor | None = None) -> Load:
         return _nothing(shard)
@@ -51,9 +55,28 @@ class LengthRules(Rules):
         return total
 
     def fold_messages(
-        self, messages: Sequence[Tensor], shard: Shard, stage: Stage, actors: Iterable[int], out: Tensor | None = None
+        self, messages: Tensor, shard: Shard, stage: Stage, actors: Iterable[int], out: Tensor | None = None
     ) -> Load:
         return _nothing(shard)
+
+
+class LengthJob(ChunkJob):
+    """A chunk without numbers."""
+
+    def load(self, index: int) -> Load:
+        return _nothing(self.chunk.shards[index])
+
+    def write_own(self, messages: Messages, indices: Sequence[int], stage: Stage, out: Tensor) -> None:
+        pass
+
+    def fold(self, received: Tensor, indices: Sequence[int], stage: Stage, actors: Sequence[int]) -> dict[int, Load]:
+        return {index: self.load(index) for index in indices}
+
+    def finish(self, totals: Rooms) -> None:
+        pass
+
+    def finish_sum(self, received: Tensor, actors: Iterable[int]) -> None:
+        pass
 
 
 def _nothing(shard: Shard) -> Load:
@@ -62,7 +85,7 @@ def _nothing(shard: Shard) -> Load:
 
 @lru_cache(maxsize=4096)
 def bytes_of_bucket(
-    layers: tuple[Layer, ...],
+    bucket: Bucket,
     reduction: Reduction,
     rank: int,
     world: int,
@@ -70,13 +93,12 @@ def bytes_of_bucket(
     kahan: bool,
     cuts: tuple[int, int],
 ) -> int:
-    """What one rank sends for a bucket of these layers, after the ranks have agreed on scales."""
-    reduction = reduction.of_size(sum(layer.size for layer in layers))
+    """What one rank sends for a bucket, after the ranks have agreed on scales."""
+    reduction = reduction.of_size(bucket.size)
     rules = LengthRules(world=world, domain=Domain.WIRE, accumulate=accumulate, kahan=kahan, rank=rank)
-    link = CountingLink(rank, world)
-    for chunk in chunks_of(layers, reduction.shards(world), cuts):
+    link: Any = CountingLink(rank, world)  # which takes a ChunkLink's place
+    for chunk in bucket.chunks(reduction.shards(world), cuts):
         numbers = torch.empty(chunk.size, device=_NOWHERE)
-        peaks = torch.empty(len(chunk.parts), dtype=torch.uint8, device=_NOWHERE)
-        for _ in reduction.exchange(Job(chunk, numbers, peaks, rules, link)):  # type: ignore[arg-type]  # a link that counts
+        for _ in reduction.exchange(LengthJob(chunk, numbers, numbers, rules, link)):
             pass
     return link.bytes_sent

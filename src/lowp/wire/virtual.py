@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.wire.exchange import SharedScales, State, enter, largest_peaks, leave, remember_bounds, rules_for
+from lowp.wire.exchange import SharedScales, State, largest_peaks, remember_bounds, rules_for, unscaled
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import agreement_bytes
-from lowp.wire.plan import Layer, Shard, chunks_of, cuts_for
-from lowp.wire.reductions.base import Reduction
+from lowp.wire.messages import Messages
+from lowp.wire.plan import Bucket, Chunk, Shard, cuts_for
+from lowp.wire.reductions.base import Reduction, peaks_of, scaled
 from lowp.wire.report import ring_bytes
 from lowp.wire.rules import Load, Stage
 from lowp.wire.scaling import warn_of_headroom
@@ -130,7 +131,7 @@ class VirtualExchange:
     @property
     def asks_twice(self) -> bool:
         """Will the next step ask for a rank's gradients more than once?"""
-        codecs = [layer.codec for names in self.buckets for layer in self._parameters.layers(names, self.state.step)]
+        codecs = [layer.codec for names in self.buckets for layer in self._parameters.bucket(names, self.state.step).layers]
         agreed = any(codec.scale.agreed or codec.scale.kind == "aps_delayed" for codec in codecs)
         return agreed or not self._reduction.one_order
 
@@ -164,11 +165,13 @@ class VirtualExchange:
         self.state.step += 1
         return {name: results[name] for name in self._shapes if name in results}
 
-    def _open(self, names: list[str], example: Mapping[str, Tensor]) -> "_Bucket":
-        layers = self._parameters.layers(names, self.state.step)
+    def _open(self, names: list[str], example: Mapping[str, Tensor]) -> "_OpenBucket":
+        bucket = self._parameters.bucket(names, self.state.step)
         first = example[names[0]]
-        feedback = Feedback(self.residuals.__getitem__, layers) if self._settings.error_feedback else None
-        return _Bucket(names, layers, self._world, SharedScales(layers, self._world, self.state, first.device), first, feedback)
+        feedback = Feedback(self.residuals.__getitem__, bucket.layers) if self._settings.error_feedback else None
+        return _OpenBucket(
+            names, bucket, self._world, SharedScales(bucket, self._world, self.state, first.device), first, feedback
+        )
 
     def bytes_sent(self, rank: int = 0, device: "torch.device | str" = "cpu") -> tuple[int, float]:
         """What a rank of a real cluster would send in the next step, and what it would send in float32, in a ring.
@@ -177,58 +180,55 @@ class VirtualExchange:
         """
         sent, elements, device = 0, 0, torch.device(device)
         for names in self.buckets:
-            layers = self._parameters.layers(names, self.state.step)
-            size = sum(layer.size for layer in layers)
-            reduction = self._reduction.of_size(size)
+            bucket = self._parameters.bucket(names, self.state.step)
+            reduction = self._reduction.of_size(bucket.size)
             sums, cuts = self._settings.sums(reduction), cuts_for(self._settings.chunk, device)
-            sent += bytes_of_bucket(layers, reduction, rank, self._world, sums, self._settings.kahan, cuts)
-            sent += agreement_bytes(SharedScales(layers, self._world, self.state, device).agreeing, self._world)
-            elements += size
+            sent += bytes_of_bucket(bucket, reduction, rank, self._world, sums, self._settings.kahan, cuts)
+            sent += agreement_bytes(SharedScales(bucket, self._world, self.state, device).agreeing, self._world)
+            elements += bucket.size
         return sent, ring_bytes(4 * elements, self._world)
 
 
-class _Bucket:
+class _OpenBucket:
     """One bucket of a virtual step: scales agreed, every rank's numbers added, the sum taken out."""
 
     def __init__(
         self,
         names: list[str],
-        layers: tuple[Layer, ...],
+        bucket: Bucket,
         world: int,
         scales: SharedScales,
         example: Tensor,
         feedback: Feedback | None,
     ) -> None:
         self.names = names
-        self._layers, self._world, self._scales, self._example, self._feedback = layers, world, scales, example, feedback
+        self._bucket, self._world, self._scales, self._example, self._feedback = bucket, world, scales, example, feedback
         self.agrees = scales.agreeing > 0
 
     def _flat(self, rank: int, gradients: Mapping[str, Tensor]) -> Tensor:
         """A rank's gradients, with what rounding took from the last ones."""
         pieces = [gradients[name].detach().reshape(-1) for name in self.names]
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return flat if self._feedback is None else self._feedback.add(rank, flat)
+        if self._feedback is not None:
+            return self._feedback.add(rank, flat)
+        return flat if flat.dtype != torch.float64 else flat.to(torch.float32)
 
     def measure(self, rank: int, gradients: Mapping[str, Tensor]) -> None:
         """Agree on scales: the largest bound of all ranks counts."""
         before = self._scales.bounds
-        if self._feedback is None:
-            bounds = self._scales.measure(lambda i: gradients[self.names[i]].detach().reshape(-1))
-        else:
-            pieces = self._flat(rank, gradients).split([layer.size for layer in self._layers])
-            bounds = self._scales.measure(pieces.__getitem__)
+        bounds = self._scales.measure(self._flat(rank, gradients))
         if before is not None and bounds is not None:
             self._scales.bounds = torch.maximum(before, bounds)
 
     def begin(self, settings: Settings, reduction: Reduction, state: State) -> None:
-        size = sum(layer.size for layer in self._layers)
-        self._reduction = reduction = reduction.of_size(size)
+        bucket = self._bucket
+        self._reduction = reduction = reduction.of_size(bucket.size)
         factors, self._cuts = self._scales.factors(), cuts_for(settings.chunk, self._example.device)
         self._rules = rules_for(settings, reduction, self._world, 0, state.step, self._feedback, factors)
         # Where it makes no difference, chunks are not cut into a shard for each rank: time would grow with their square.
-        whole = reduction.one_order and all(layer.codec.elementwise for layer in self._layers)
+        whole = reduction.one_order and all(layer.codec.elementwise for layer in bucket.layers)
         self._indices = [None] if whole else list(range(reduction.shards(self._world)))
-        self._chunks = chunks_of(self._layers, len(self._indices), self._cuts)
+        self._chunks = bucket.chunks(len(self._indices), self._cuts)
         self._adders = [
             [reduction.adder(shard, i, self._rules) for i, shard in zip(self._indices, chunk.shards, strict=True)]
             for chunk in self._chunks
@@ -239,22 +239,29 @@ class _Bucket:
         """Add one rank's numbers wherever it is their turn."""
         flat = self._flat(rank, gradients)
         for chunk, row in zip(self._chunks, self._adders, strict=True):
-            numbers, peaks = enter(flat, chunk, self._rules.factors, self._world)
+            source = flat[chunk.start : chunk.stop]
+            numbers, peaks = scaled(source, chunk, self._rules.factors), self._own_peaks(source, chunk)
             for index, (shard, adder) in enumerate(zip(chunk.shards, row, strict=True)):
                 if self._reduction.turn(rank, index, self._world) == turn:
                     first, last = chunk.first_parts[index : index + 2]
                     adder.add(rank, Load(numbers[shard.start : shard.stop], peaks[first:last]))
 
+    def _own_peaks(self, source: Tensor, chunk: Chunk) -> Tensor:
+        if "own" not in chunk.messages:
+            starts = [shard.start for shard in chunk.shards]
+            chunk.messages["own"] = Messages(chunk.shards, lambda part: part.codec, starts)
+        return peaks_of(chunk.messages["own"], source, self._world)
+
     def totals(self, mean: bool, state: State) -> tuple[Tensor, Tensor]:
         """What everybody decodes, and each layer's mark (255: not finite)."""
         rules, device = self._rules, self._example.device
-        result = self._example.new_empty(sum(layer.size for layer in self._layers))
-        marks = self._scales.marks()
-        bad = torch.zeros(len(self._layers), dtype=torch.uint8, device=device)
+        result = self._example.new_empty(self._bucket.size)
+        known = self._scales.marks()
+        bad = torch.zeros(len(self._bucket.layers), dtype=torch.uint8, device=device)
         travelled = torch.zeros_like(bad)
         for chunk, row in zip(self._chunks, self._adders, strict=True):
             numbers = torch.empty(chunk.size, dtype=torch.float32, device=device)
-            peaks = []
+            every = []
             for index, shard, adder in zip(self._indices, chunk.shards, row, strict=True):
                 total, owners = adder.total(), rules.at(self._reduction.owner(index, self._world))
                 if self._reduction.rounds_total:
@@ -262,18 +269,20 @@ class _Bucket:
                     total = rules.read(message, shard, Stage.TOTAL, numbers[shard.start : shard.stop])
                 else:
                     numbers[shard.start : shard.stop] = owners.end(total, shard).numbers
-                peaks.append(total.peaks)
-            divisor = self._world if mean else 1
-            bad = torch.maximum(bad, leave(numbers, torch.cat(peaks), chunk, rules.factors, marks, divisor, result))
-            travelled = largest_peaks(travelled, chunk, torch.cat(peaks))
-        remember_bounds(state, self._layers, dict(enumerate(travelled)))
+                every.append(total.peaks)
+            peaks = torch.cat(every)
+            marks, factors, divisor = unscaled(peaks, chunk, rules.factors, known, self._world if mean else 1)
+            result[chunk.start : chunk.stop] = scaled(numbers, chunk, factors, divisor)
+            bad = torch.maximum(bad, marks)
+            travelled = largest_peaks(travelled, chunk, peaks)
+        remember_bounds(state, self._bucket.layers, dict(enumerate(travelled)))
         if self._feedback is not None:
             self._feedback.finish(list(self._owners()))
         return result, bad
 
     def _owners(self) -> Iterator[tuple[int, Shard]]:
         """Who adds up which shard in a real world."""
-        for chunk in chunks_of(self._layers, self._reduction.shards(self._world), self._cuts):
+        for chunk in self._bucket.chunks(self._reduction.shards(self._world), self._cuts):
             for index, shard in enumerate(chunk.shards):
                 owner = self._reduction.owner(index, self._world)
                 assert owner is not None

@@ -17,7 +17,7 @@ from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.codec import Codec
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.link import ChunkLink, GroupLink, Pending
-from lowp.wire.plan import Layer
+from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.two_shot import TwoShot
 from lowp.wire.report import Meter
@@ -25,7 +25,6 @@ from lowp.wire.settings import Settings
 
 RANKS = 8  # of a larger world, as many are rehearsed: the others call no other kernels
 ELEMENTS = 64  # of a layer, for each rank
-MANY = (17, 65, 257, 1025)  # layers: not on a CPU, there are kernels for up to 16, 64, 256 ... in a bucket (exchange.py)
 _DEFAULT = TwoShot()
 
 
@@ -35,19 +34,14 @@ def warm_up(
     settings: Settings | None = None,
     reduction: Reduction = _DEFAULT,
     world: int = 2,
-    layers: int = 1,
     dtypes: Iterable[torch.dtype] = (torch.float32,),
 ) -> None:
-    """Build all kernels that these codecs need in this reduction, unless that was done before.
-
-    `layers` is how many there are at most in a bucket, `dtypes` are the gradients'.
-    """
+    """Build all kernels that these codecs need in this reduction for gradients of these dtypes, unless that was done before."""
     if kernel_info()["policy"] == "never":
         return
     settings = settings or Settings("fp32")
-    counts = [1, *(count for count in MANY if count <= layers and device.type != "cpu")]
     asked = settings.describe()
-    cases = [_Case(codec, device, dtype, count, asked, reduction) for codec in codecs for dtype in dtypes for count in counts]
+    cases = [_Case(codec, device, dtype, asked, reduction) for codec in codecs for dtype in dtypes]
     for case in cases:
         if case not in _warm:
             with _disable_current_modes():  # an audit is not concerned
@@ -61,7 +55,6 @@ class _Case(NamedTuple):
     codec: Codec
     device: torch.device
     dtype: torch.dtype
-    layers: int
     settings: str
     reduction: Reduction
 
@@ -74,12 +67,12 @@ def _rehearse(case: _Case, settings: Settings, world: int) -> None:
 
     Codecs are alone in a bucket because messages are added in one pass only where all codecs in them can do that.
     """
-    layers = tuple(Layer(str(number), ELEMENTS * world, case.codec, number) for number in range(case.layers))
+    bucket = Bucket.of((Layer("0", ELEMENTS * world, case.codec, 0),))
     for kind in dict.fromkeys((case.reduction.of_size(0), case.reduction.of_size(1 << 62))):
         for rank in range(world):
-            flat = torch.ones(len(layers) * ELEMENTS * world, dtype=case.dtype, device=case.device)
+            flat = torch.ones(bucket.size, dtype=case.dtype, device=case.device)
             scheduler, link, meter = ChunkScheduler(), _Mute(rank, world), Meter(whole=settings.measure)
-            BucketExchange(flat, layers, settings, kind, link, State(), meter, True, lambda marks: None).start(scheduler)
+            BucketExchange(flat, bucket, settings, kind, link, State(), meter, True, lambda marks: None).start(scheduler)
             scheduler.run()
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from lowp.wire.reductions.base import Job as Job
+from lowp.wire.reductions.base import ChunkJob as ChunkJob
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.hierarchical import Hierarchical
 from lowp.wire.reductions.hybrid import Hybrid

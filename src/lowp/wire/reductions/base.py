@@ -6,8 +6,9 @@ rank's numbers after the other. `Rules` does the arithmetic of both. The conform
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -15,27 +16,75 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat
 from lowp.formats.floats import FP32
+from lowp.tensor import kernels
+from lowp.tensor.lists.parts import PartTable
+from lowp.wire import scaling
 from lowp.wire.link import ChunkLink, Pending
-from lowp.wire.plan import Chunk, Shard
+from lowp.wire.messages import Messages
+from lowp.wire.part_kernels import scale_function
+from lowp.wire.plan import Chunk, Shard, constants
 from lowp.wire.rules import Load, Rules, Stage
 
 
 @dataclass
-class Job:
-    """One chunk on one rank. The sum takes the place of the numbers."""
+class Rooms:
+    """The messages of some shards in one buffer, each at its place."""
+
+    messages: Messages
+    buffer: Tensor
+    numbers: dict[int, int]  # of the shards: their places among the messages'
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.messages.view(self.buffer, self.numbers[index])
+
+    def views(self) -> dict[int, Tensor]:
+        return {index: self[index] for index in self.numbers}
+
+
+@dataclass
+class ChunkJob:
+    """One chunk on one rank: from `source`, a rank's gradients as they are, to `target`, which gets the sum.
+
+    `unscale` is given the peaks of all parts, and says by what each layer of the sum is to be multiplied, and divided.
+    """
 
     chunk: Chunk
-    numbers: Tensor
-    peaks: Tensor
+    source: Tensor
+    target: Tensor
     rules: Rules
     link: ChunkLink
+    unscale: "Callable[[Tensor], tuple[Tensor | None, int]]" = lambda peaks: (None, 1)
 
     @property
     def device(self) -> torch.device:
-        return self.numbers.device
+        return self.source.device
+
+    def messages(self, indices: Sequence[int], stage: Stage, begins: Sequence[int] | None = None) -> Messages:
+        """Where the parts of some shards lie in one buffer. Worked out once."""
+        rules = self.rules
+        kind = (tuple(indices), stage, rules.accumulate, rules.world, None if begins is None else tuple(begins))
+        if kind not in self.chunk.messages:
+            shards = [self.chunk.shards[index] for index in indices]
+            starts = [shard.start for shard in shards]
+            self.chunk.messages[kind] = Messages(shards, lambda part: rules.codec(part, stage), starts, begins)
+        return self.chunk.messages[kind]
+
+    @property
+    def _everything(self) -> range:
+        return range(len(self.chunk.shards))
+
+    @cached_property
+    def peaks(self) -> Tensor:
+        """The header byte of each part, where the codec does not make its own: how large the rank's numbers are."""
+        return peaks_of(self.messages(self._everything, Stage.ADDEND), self.source, self.rules.world)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """The source in float32, each layer times its factor."""
+        return scaled(self.source, self.chunk, self.rules.factors)
 
     def load(self, index: int) -> Load:
-        """A shard's numbers, as views: what is written to them is written to the job's."""
+        """A shard's numbers, as views."""
         shard = self.chunk.shards[index]
         first, last = self.chunk.first_parts[index : index + 2]
         return Load(self.numbers[shard.start : shard.stop], self.peaks[first:last])
@@ -44,6 +93,42 @@ class Job:
         shard = self.chunk.shards[index]
         actor = self.link.rank if actor is None else actor
         return self.rules.write(self.load(index) if load is None else load, shard, stage, actor)
+
+    def write_own(self, messages: Messages, indices: Sequence[int], stage: Stage, out: Tensor) -> None:
+        """This rank's own numbers in the messages of some shards, all at once."""
+        rules = self.rules
+        if rules.feedback is not None:  # which looks at what every shard has lost
+            for number, index in enumerate(indices):
+                rules.write(self.load(index), self.chunk.shards[index], stage, self.link.rank, messages.view(out, number))
+            return
+        peaks = None
+        if any(group.codec.sends_peaks for group in messages.groups):
+            own = [range(*self.chunk.first_parts[index : index + 2]) for index in indices]
+            peaks = self.peaks[constants(tuple(part for parts in own for part in parts), torch.int64, self.device)]
+        rules.encode(messages, self.source, out, stage, self.link.rank, rules.factors, peaks)
+
+    def write_to_owners(self) -> tuple[dict[int, Tensor], Tensor]:
+        """Messages for the owners of all shards, rank r of shard r; and room for those of all ranks to this one, where its own
+        lies already: [ranks, bytes]."""
+        me, ranks = self.link.rank, range(self.link.world)
+        lengths = [self.rules.length(self.chunk.shards[rank], Stage.ADDEND) for rank in ranks]
+        begins, end = [], 0
+        for rank in ranks:
+            begins.append(end)
+            end += 0 if rank == me else lengths[rank]
+        begins[me] = end + me * lengths[me]
+        messages = self.messages(ranks, Stage.ADDEND, begins)
+        buffer = torch.empty(end + len(ranks) * lengths[me], dtype=torch.uint8, device=self.device)
+        self.write_own(messages, ranks, Stage.ADDEND, buffer)
+        sent = {rank: messages.view(buffer, rank) for rank in ranks}
+        return sent, buffer[end:].view(len(ranks), lengths[me])
+
+    def write_to_all(self) -> Tensor:
+        """Room for the whole chunk's messages of all ranks, where this one's lies already: [ranks, bytes]."""
+        messages = self.messages(self._everything, Stage.ADDEND)
+        received = torch.empty(self.link.world, messages.length, dtype=torch.uint8, device=self.device)
+        self.write_own(messages, self._everything, Stage.ADDEND, received[self.link.rank])
+        return received
 
     def read(self, message: Tensor, index: int, stage: Stage) -> Load:
         return self.rules.read(message, self.chunk.shards[index], stage)
@@ -58,15 +143,42 @@ class Job:
             if len(messages) == 1
             else torch.cat(messages)
             if messages
-            else self.numbers.new_empty(0, dtype=torch.uint8)
+            else self.source.new_empty(0, dtype=torch.uint8)
         )
 
-    def write_all(self, indices: Iterable[int], stage: Stage) -> Tensor:
-        return self.join([self.write(index, stage) for index in indices])
+    def write_all(self, indices: Sequence[int], stage: Stage) -> Tensor:
+        """This rank's own numbers of some shards, as one message."""
+        messages = self.messages(indices, stage)
+        message = torch.empty(messages.length, dtype=torch.uint8, device=self.device)
+        self.write_own(messages, indices, stage, message)
+        return message
 
     def room_for(self, indices: Iterable[int], stage: Stage) -> Tensor:
         length = sum(self.rules.length(self.chunk.shards[index], stage) for index in indices)
         return torch.empty(length, dtype=torch.uint8, device=self.device)
+
+    def room_for_ranks(self, indices: Sequence[int], stage: Stage, ranks: int) -> Tensor:
+        """For several ranks' messages of some shards: [ranks, bytes]."""
+        return torch.empty(ranks, self.messages(indices, stage).length, dtype=torch.uint8, device=self.device)
+
+    def fold(self, received: Tensor, indices: Sequence[int], stage: Stage, actors: Sequence[int]) -> dict[int, Load]:
+        """The sums of such messages, by shard."""
+        rules, shards, messages = self.rules, self.chunk.shards, self.messages(indices, stage)
+        if not all(rules.adds_plainly(shards[index]) for index in indices):
+            views = {index: [messages.view(row, number) for row in received] for number, index in enumerate(indices)}
+            return {
+                index: rules.fold((rules.read(view, shards[index], stage) for view in views[index]), shards[index], actors)
+                for index in indices
+            }
+        with rules.timed("decode", self.device):
+            numbers = torch.empty(self.chunk.size, dtype=torch.float32, device=self.device)
+            messages.decode(received.view(-1), numbers, messages=len(received), stride=messages.length)
+            peaks = messages.peaks(received.view(-1), len(received), messages.length)
+        split = peaks.split([len(shards[index].parts) for index in indices])
+        return {
+            index: Load(numbers[shards[index].start : shards[index].stop], own)
+            for index, own in zip(indices, split, strict=True)
+        }
 
     def split(self, message: Tensor, indices: Iterable[int], stage: Stage) -> dict[int, Tensor]:
         """The shards' own messages in one that was joined."""
@@ -77,13 +189,72 @@ class Job:
             position += length
         return found
 
-    def under(self, rules: Rules) -> "Job":
+    def under(self, rules: Rules) -> "ChunkJob":
         return replace(self, rules=rules)
 
-    def finish(self, message: Tensor, index: int) -> None:
-        """Take a shard's total from the bytes that everybody gets."""
-        load = self.load(index)
-        load.peaks.copy_(self.rules.read(message, self.chunk.shards[index], Stage.TOTAL, load.numbers).peaks)
+    def totals(self) -> Rooms:
+        return self.rooms(Stage.TOTAL)
+
+    def rooms(self, stage: Stage) -> Rooms:
+        """Room for the messages of all shards."""
+        messages = self.messages(self._everything, stage)
+        buffer = torch.empty(messages.length, dtype=torch.uint8, device=self.device)
+        return Rooms(messages, buffer, {index: index for index in self._everything})
+
+    def finish(self, totals: Rooms) -> None:
+        """Take the sum from the bytes that everybody gets."""
+        peaks = totals.messages.peaks(totals.buffer)
+        factors, divisor = self.unscale(peaks)
+        with self.rules.timed("decode", self.device):
+            totals.messages.decode(totals.buffer, self.target, factors, divisor)
+
+    def finish_sum(self, received: Tensor, actors: Iterable[int]) -> None:
+        """Take the sum of messages [ranks, bytes] of the whole chunk, which nobody rounds once more."""
+        (shard,) = self.chunk.shards
+        rules, messages = self.rules, self.messages([0], Stage.ADDEND)
+        if rules.adds_plainly(shard):
+            flat = received.view(-1)
+            factors, divisor = self.unscale(messages.peaks(flat, len(received), messages.length))
+            with rules.timed("decode", self.device):
+                messages.decode(flat, self.target, factors, divisor, len(received), messages.length)
+            return
+        total = rules.fold_messages(received, shard, Stage.ADDEND, actors)
+        rules.end(total, shard)
+        factors, divisor = self.unscale(total.peaks)
+        self.target.copy_(scaled(total.numbers, self.chunk, factors, divisor))
+
+
+def scaled(source: Tensor, chunk: Chunk, factors: Tensor | None, divisor: int = 1) -> Tensor:
+    """A chunk's numbers in float32, each layer times its factor, divided. Without either, float32 stays where it is."""
+    if factors is None and divisor == 1:
+        return source.to(torch.float32)
+    device = source.device
+    of_layers = torch.ones(1, 1 + chunk.runs[-1][0], device=device) if factors is None else factors.view(1, -1)
+    if divisor != 1:
+        of_layers = torch.cat([of_layers, torch.full_like(of_layers, divisor)])
+    if device not in chunk.tables:
+        chunk.tables[device] = PartTable([(last - first, layer, first) for layer, first, last in chunk.runs], device)
+    table = chunk.tables[device]
+    function = scale_function(source.dtype, divisor != 1)
+    kernel = function.kernel(device, table.elements if device.type == "cpu" else kernels.SMALL)
+    numbers = torch.empty(source.numel(), dtype=torch.float32, device=device)
+    if kernel is not None:
+        kernel(source, numbers, table, None, of_layers)
+        return numbers
+    for layer, first, last in chunk.runs:
+        torch.mul(source[first:last].to(torch.float32), of_layers[0, layer], out=numbers[first:last])
+    return numbers if divisor == 1 else numbers.div_(divisor)
+
+
+def peaks_of(messages: Messages, source: Tensor, world: int) -> Tensor:
+    """The header byte of each part, where the codec does not make its own: how large the rank's numbers are."""
+    peaks = torch.zeros(messages.parts, dtype=torch.uint8, device=source.device)
+    for group, maxima in zip(
+        messages.groups, messages.measure(source, lambda codec: (codec.sends_peaks, False)), strict=True
+    ):
+        if maxima is not None:
+            peaks[group.indices(source.device)] = scaling.bound_bytes(maxima[0].view(torch.float32), world)
+    return peaks
 
 
 Steps = Generator[list[Pending], None, Any]
@@ -112,7 +283,7 @@ class Reduction(ABC):
         return None
 
     @abstractmethod
-    def exchange(self, job: Job) -> Steps:
+    def exchange(self, job: ChunkJob) -> Steps:
         """What one rank does for one chunk."""
 
     @abstractmethod

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from lowp.formats.floats import FP32
 from lowp.wire.plan import Shard
-from lowp.wire.reductions.base import Adder, Job, Reduction, Steps
+from lowp.wire.reductions.base import Adder, ChunkJob, Reduction, Steps
 from lowp.wire.reductions.ring import ring_sum
 from lowp.wire.reductions.two_shot import Fold
 from lowp.wire.rules import Load, Rules, Stage
@@ -89,7 +90,7 @@ class Hierarchical(Reduction):
     def steps(self, world: int) -> int | None:
         return 4 if self.variant == "shards" else None
 
-    def exchange(self, job: Job) -> Steps:
+    def exchange(self, job: ChunkJob) -> Steps:
         if self.variant == "leaders":
             yield from _through_leaders(job, self._nodes(job.link.world), self._between(job.rules))
         else:
@@ -115,39 +116,32 @@ class Hierarchical(Reduction):
         return int(self.variant == "leaders" and rank // self.size < index)
 
 
-def _through_leaders(job: Job, nodes: list[range], between: Rules) -> Steps:
+def _through_leaders(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
     """1. Members send to their leader, which adds in rank order. 2. Leaders form a ring. 3. Leaders hand out the totals."""
     me, rules = job.link.rank, job.rules
     node = next(node for node in nodes if me in node)
     leader, shards = node[0], range(len(job.chunk.shards))
+    totals = job.totals()
     if me != leader:
         yield job.link.exchange({leader: job.write_all(shards, Stage.INSIDE)}, {})
-        message = job.room_for(shards, Stage.TOTAL)
-        yield job.link.exchange({}, {leader: message})
-        totals = job.split(message, shards, Stage.TOTAL)
+        yield job.link.exchange({}, {leader: totals.buffer})
     else:
-        messages = {rank: job.room_for(shards, Stage.INSIDE) for rank in node}
-        messages[me] = job.write_all(shards, Stage.INSIDE)
-        yield job.link.exchange({}, messages)
-        arrived = {rank: job.split(messages[rank], shards, Stage.INSIDE) for rank in node}
-        sums = [
-            rules.fold((job.read(arrived[rank][i], i, Stage.INSIDE) for rank in node), job.chunk.shards[i], node)
-            for i in shards
-        ]
+        received = job.room_for_ranks(shards, Stage.INSIDE, len(node))
+        job.write_own(job.messages(shards, Stage.INSIDE), shards, Stage.INSIDE, received[node.index(me)])
+        yield job.link.exchange({}, dict(zip(node, received, strict=True)))
+        sums = job.fold(received, shards, Stage.INSIDE, node)
         number = nodes.index(node)
 
         def addend(index: int) -> Load:
             return _node_addend(between, sums[index], job.chunk.shards[index], number)
 
-        totals = yield from ring_sum(job.under(between), [node[0] for node in nodes], addend)
+        yield from ring_sum(job.under(between), [node[0] for node in nodes], addend, totals)
         if len(node) > 1:
-            whole = job.join([totals[i] for i in shards])
-            yield job.link.exchange(dict.fromkeys(node, whole), {})
-    for i in shards:
-        job.finish(totals[i], i)
+            yield job.link.exchange(dict.fromkeys(node, totals.buffer), {})
+    job.finish(totals)
 
 
-def _through_shards(job: Job, nodes: list[range], between: Rules) -> Steps:
+def _through_shards(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
     """Shard (j, m) is added up inside every node by its holder of j, and over all nodes by node m's holder of j.
 
     1. Inside: everybody sends shards (j, *) to the node's holder of j, which adds them in rank order.
@@ -172,14 +166,12 @@ def _through_shards(job: Job, nodes: list[range], between: Rules) -> Steps:
         return [index for column in held for index in rows(column)]
 
     held = of(me, here)
-    inside = {rank: job.write_all(all_rows(of(rank, here)), Stage.INSIDE) for rank in nodes[here]}
-    received = {rank: inside[me] if rank == me else job.room_for(all_rows(held), Stage.INSIDE) for rank in nodes[here]}
-    yield job.link.exchange(inside, received)
-    arrived = {rank: job.split(received[rank], all_rows(held), Stage.INSIDE) for rank in nodes[here]}
-    sums = {
-        i: rules.fold((job.read(arrived[rank][i], i, Stage.INSIDE) for rank in nodes[here]), job.chunk.shards[i], nodes[here])
-        for i in all_rows(held)
-    }
+    mine = all_rows(held)
+    inside = {rank: job.write_all(all_rows(of(rank, here)), Stage.INSIDE) for rank in nodes[here] if rank != me}
+    received = job.room_for_ranks(mine, Stage.INSIDE, len(nodes[here]))
+    job.write_own(job.messages(mine, Stage.INSIDE), mine, Stage.INSIDE, received[nodes[here].index(me)])
+    yield job.link.exchange(inside, dict(zip(nodes[here], received, strict=True)))
+    sums = job.fold(received, mine, Stage.INSIDE, nodes[here])
 
     # Between two nodes of different sizes a rank may face several counterparts, and one of them several of its columns.
     def facing(number: int) -> dict[int, list[int]]:
@@ -205,16 +197,18 @@ def _through_shards(job: Job, nodes: list[range], between: Rules) -> Steps:
     for column in held:
         i = rows(column)[here]
         messages = [encoded[i] if number == here else came[holder(number, column)][i] for number in range(len(nodes))]
-        whole = between.fold_messages(messages, job.chunk.shards[i], Stage.NODE, range(len(nodes)))
+        whole = between.fold_messages(torch.stack(messages), job.chunk.shards[i], Stage.NODE, range(len(nodes)))
         totals[i] = between.write(whole, job.chunk.shards[i], Stage.TOTAL, 0)
     came = yield from swap(totals, Stage.TOTAL, sent=lambda number: here, wanted=lambda number: number)
     for arrived_totals in came.values():
         totals |= arrived_totals
 
-    mine = job.join([totals[i] for i in all_rows(held)])
+    handed_out = job.join([totals[i] for i in mine])
     gathered = {rank: job.room_for(all_rows(of(rank, here)), Stage.TOTAL) for rank in nodes[here] if rank != me}
-    yield job.link.exchange(dict.fromkeys(nodes[here], mine), gathered)
+    yield job.link.exchange(dict.fromkeys(nodes[here], handed_out), gathered)
     for rank, message in gathered.items():
         totals |= job.split(message, all_rows(of(rank, here)), Stage.TOTAL)
+    whole_chunk = job.totals()
     for i, message in totals.items():
-        job.finish(message, i)
+        whole_chunk[i].copy_(message)
+    job.finish(whole_chunk)

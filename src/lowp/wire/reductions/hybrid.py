@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lowp.wire.plan import Shard
-from lowp.wire.reductions.base import Adder, Job, Reduction, Steps
+from lowp.wire.reductions.base import Adder, ChunkJob, Reduction, Steps
 from lowp.wire.rules import Rules
 
 
@@ -21,7 +21,7 @@ class Hybrid(Reduction):
     def of_size(self, elements: int) -> Reduction:
         return self.small if elements <= self.threshold else self.large
 
-    def exchange(self, job: Job) -> Steps:
+    def exchange(self, job: ChunkJob) -> Steps:
         raise AssertionError("a hybrid is resolved by of_size before it is used")
 
     def adder(self, shard: Shard, index: int | None, rules: Rules) -> Adder:

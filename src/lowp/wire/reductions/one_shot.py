@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from lowp.wire.plan import Shard
-from lowp.wire.reductions.base import Job, Reduction, Steps
+from lowp.wire.reductions.base import ChunkJob, Reduction, Steps
 from lowp.wire.reductions.two_shot import Fold
-from lowp.wire.rules import Rules, Stage
+from lowp.wire.rules import Rules
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,13 @@ class OneShot(Reduction):
     def steps(self, world: int) -> int:
         return 1
 
-    def exchange(self, job: Job) -> Steps:
+    def exchange(self, job: ChunkJob) -> Steps:
         me, ranks = job.link.rank, range(job.link.world)
-        mine = job.write(0, Stage.ADDEND)
-        received = {rank: mine if rank == me else job.room(0, Stage.ADDEND) for rank in ranks}
-        yield job.link.exchange(dict.fromkeys(ranks, mine), received)
-        load = job.load(0)
-        messages = [received[rank] for rank in ranks]
-        rules = job.rules if me == 0 else replace(job.rules, feedback=None)  # all lose the same: one of them keeps it
-        total = rules.fold_messages(messages, job.chunk.shards[0], Stage.ADDEND, ranks, out=load.numbers)
-        rules.end(total, job.chunk.shards[0])
-        load.peaks.copy_(total.peaks)
+        received = job.write_to_all()
+        yield job.link.exchange(dict.fromkeys(ranks, received[me]), {rank: received[rank] for rank in ranks})
+        # All lose the same: one of them keeps it.
+        last = job if me == 0 else job.under(replace(job.rules, feedback=None))
+        last.finish_sum(received, ranks)
 
     def adder(self, shard: Shard, index: int | None, rules: Rules) -> Fold:
         return Fold(shard, rules.at(self.owner(index, rules.world)))

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowp.wire.plan import Shard
-from lowp.wire.reductions.base import Job, Reduction, Steps
+from lowp.wire.reductions.base import ChunkJob, Reduction, Rooms, Steps
 from lowp.wire.reductions.two_shot import Fold
 from lowp.wire.rules import Load, Rules, Stage
 
 
-def ring_sum(job: Job, members: list[int], addend: Callable[[int], Load]) -> Steps:
+def ring_sum(job: ChunkJob, members: list[int], addend: Callable[[int], Load], totals: Rooms) -> Steps:
     """Sum shards 0 .. len(members) - 1 over the members of a ring; `addend(index)` is this rank's part in a shard.
 
     1. Shard s starts at member s. Each member adds its own numbers, rounds, and passes the sum on.
     2. After n - 1 hops shard s is whole at member s - 1, which encodes it as the total.
-    3. Totals go around the same way, as the same bytes: they are returned by shard.
+    3. Totals go around the same way, as the same bytes, and are put into `totals`.
     """
     count, mine = len(members), members.index(job.link.rank)
     following, preceding = members[(mine + 1) % count], members[mine - 1]
@@ -26,13 +26,10 @@ def ring_sum(job: Job, members: list[int], addend: Callable[[int], Load]) -> Ste
         shard = job.chunk.shards[coming]
         total = job.rules.add(job.read(message, coming, Stage.PARTIAL), addend(coming), shard, mine)
     index = (mine + 1) % count
-    totals = {index: job.write(index, Stage.TOTAL, total, actor=0)}
+    job.rules.write(total, job.chunk.shards[index], Stage.TOTAL, 0, totals[index])
     for hop in range(1, count):
         index = (mine - hop + 1) % count
-        coming = job.room(index, Stage.TOTAL)
-        yield job.link.exchange({following: totals[(index + 1) % count]}, {preceding: coming})
-        totals[index] = coming
-    return totals
+        yield job.link.exchange({following: totals[(index + 1) % count]}, {preceding: totals[index]})
 
 
 @dataclass(frozen=True)
@@ -45,13 +42,13 @@ class Ring(Reduction):
     def steps(self, world: int) -> int:
         return 2 * (world - 1)
 
-    def exchange(self, job: Job) -> Steps:
+    def exchange(self, job: ChunkJob) -> Steps:
         def addend(index: int) -> Load:
             return job.rules.addend(job.load(index), job.chunk.shards[index], job.link.rank)
 
-        totals = yield from ring_sum(job, list(range(job.link.world)), addend)
-        for index, message in totals.items():
-            job.finish(message, index)
+        totals = job.totals()
+        yield from ring_sum(job, list(range(job.link.world)), addend, totals)
+        job.finish(totals)
 
     def adder(self, shard: Shard, index: int | None, rules: Rules) -> Fold:
         return Fold(shard, rules, travels=True)

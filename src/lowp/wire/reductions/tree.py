@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lowp.wire.plan import Shard
-from lowp.wire.reductions.base import Job, Reduction, Steps
+from lowp.wire.reductions.base import ChunkJob, Reduction, Steps
 from lowp.wire.rules import Load, Rules, Stage
 
 
@@ -49,7 +49,7 @@ class Tree(Reduction):
     def shards(self, world: int) -> int:
         return 1
 
-    def exchange(self, job: Job) -> Steps:
+    def exchange(self, job: ChunkJob) -> Steps:
         me, world, rules = job.link.rank, job.link.world, job.rules
         shard = job.chunk.shards[0]
         total = rules.begin(rules.addend(job.load(0), shard, me), shard, me)
@@ -60,16 +60,16 @@ class Tree(Reduction):
                 yield job.link.exchange({}, {me + reach: message})
                 total = rules.add(total, job.read(message, 0, Stage.PARTIAL), shard, me + reach)
             reach *= 2
+        totals = job.totals()
         if me == 0:
-            message = job.write(0, Stage.TOTAL, total, actor=0)
+            rules.write(total, shard, Stage.TOTAL, 0, totals[0])
         else:
             yield job.link.exchange({me - reach: job.write(0, Stage.PARTIAL, total)}, {})
-            message = job.room(0, Stage.TOTAL)
-            yield job.link.exchange({}, {me - reach: message})
-        below = {me + reach // 2**i: message for i in range(1, reach.bit_length()) if me + reach // 2**i < world}
+            yield job.link.exchange({}, {me - reach: totals[0]})
+        below = {me + reach // 2**i: totals[0] for i in range(1, reach.bit_length()) if me + reach // 2**i < world}
         if below:
             yield job.link.exchange(below, {})
-        job.finish(message, 0)
+        job.finish(totals)
 
     def adder(self, shard: Shard, index: int | None, rules: Rules) -> Stack:
         return Stack(shard, rules)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lowp.wire.plan import Shard
-from lowp.wire.reductions.base import Job, Reduction, Steps
+from lowp.wire.reductions.base import ChunkJob, Reduction, Steps
 from lowp.wire.rules import Load, Rules, Stage
 
 
@@ -60,18 +60,15 @@ class TwoShot(Reduction):
     def steps(self, world: int) -> int:
         return 2
 
-    def exchange(self, job: Job) -> Steps:
+    def exchange(self, job: ChunkJob) -> Steps:
         me, ranks = job.link.rank, range(job.link.world)
-        sent = {rank: job.write(rank, Stage.ADDEND) for rank in ranks}
-        received = {rank: sent[me] if rank == me else job.room(me, Stage.ADDEND) for rank in ranks}
-        yield job.link.exchange(sent, received)
-        messages = [received[rank] for rank in ranks]
-        total = job.rules.fold_messages(messages, job.chunk.shards[me], Stage.ADDEND, ranks)
-        mine = job.write(me, Stage.TOTAL, total, actor=0)
-        totals = {rank: mine if rank == me else job.room(rank, Stage.TOTAL) for rank in ranks}
-        yield job.link.exchange(dict.fromkeys(ranks, mine), totals)
-        for rank in ranks:
-            job.finish(totals[rank], rank)
+        sent, received = job.write_to_owners()
+        yield job.link.exchange(sent, {rank: received[rank] for rank in ranks})
+        shard, totals = job.chunk.shards[me], job.totals()
+        total = job.rules.fold_messages(received, shard, Stage.ADDEND, ranks)
+        job.rules.write(total, shard, Stage.TOTAL, 0, totals[me])
+        yield job.link.exchange(dict.fromkeys(ranks, totals[me]), totals.views())
+        job.finish(totals)
 
     def adder(self, shard: Shard, index: int | None, rules: Rules) -> Fold:
         return Fold(shard, rules.at(self.owner(index, rules.world)))

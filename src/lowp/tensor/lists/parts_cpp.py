@@ -1,0 +1,217 @@
+"""A function of the parts of a bucket (parts.py) as C++.
+
+Threads (OpenMP's, which torch's own kernels keep awake) share the work items. An item is a few tiles of one part. Of several
+messages, some tiles of the first are read, then the same ones of the next: sums stay in the cache, and what depends on a
+message's header alone is computed once for all of them.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.tensor.lists import cpp
+from lowp.tensor.lists.cache import UnsafeCache
+from lowp.tensor.lists.parts import COUNT, CPU_ITEM, LANES, LAYER, Kernel, PartsFunction, PartTable, Stream
+from lowp.tensor.lists.trace import Program, Value
+from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
+
+_ARGUMENTS = (*[ctypes.c_void_p] * 2, *[ctypes.c_void_p, ctypes.c_long] * 2, *[ctypes.c_void_p] * 2, ctypes.c_long,
+              *[ctypes.c_void_p] * 2, *[ctypes.c_long] * 3)  # fmt: skip
+_STORED = {torch.float16: "int16_t", torch.bfloat16: "int16_t", **SCALARS}
+_HEAD = """
+static void raise_to(int32_t* place, int32_t value) {
+    int32_t found = __atomic_load_n(place, __ATOMIC_RELAXED);
+    while (found < value && !__atomic_compare_exchange_n(place, &found, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+static inline long limited(long n) { return n < 0 ? 0 : n < LANES ? n : LANES; }
+extern "C" void run(const char* source, char* target, const int64_t* table, long parts, const int32_t* items, long item_count,
+                    const int32_t* numbers, const float* of_layer, long layers, int32_t* maxima, const int64_t* tables,
+                    long messages, long message_stride, long threads) {"""
+
+
+class CppKernel(Kernel):
+    def __init__(self, what: PartsFunction) -> None:
+        each, finish, tables = what.trace(torch.device("cpu"))
+        self._what = what
+        self._tables = tables
+        self._addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64)
+        self._tiles = max(1, CPU_ITEM // what.tile)
+        text = _Source(what, each, finish, [table.dtype for table in tables], self._tiles).text()
+        try:
+            self._run = cpp.build(text, _ARGUMENTS, ["-fopenmp"])
+        except UnsafeCache:
+            raise
+        except (RuntimeError, OSError):  # no OpenMP: to compile with, or to load
+            self._run = cpp.build(text, _ARGUMENTS)
+
+    def __call__(
+        self,
+        source: Tensor,
+        target: Tensor | None,
+        table: PartTable,
+        numbers: Tensor | None = None,
+        of_layer: Tensor | None = None,
+        maxima: Tensor | None = None,
+        messages: int = 1,
+        message_stride: int = 0,
+    ) -> None:
+        items = table.items(self._what.tile, self._tiles)
+        self._run(
+            source.data_ptr(),
+            None if target is None else target.data_ptr(),
+            table.columns.data_ptr(),
+            table.parts,
+            items.data_ptr(),
+            len(items),
+            None if numbers is None else numbers.data_ptr(),
+            None if of_layer is None else of_layer.data_ptr(),
+            0 if of_layer is None else of_layer.shape[-1],
+            None if maxima is None else maxima.data_ptr(),
+            self._addresses.data_ptr(),
+            messages,
+            message_stride,
+            torch.get_num_threads() if table.elements >= 1 << 15 else 1,
+        )
+
+
+class _Source:
+    """The text, piece by piece."""
+
+    def __init__(
+        self, what: PartsFunction, each: Program, finish: Program | None, tables: list[torch.dtype], tiles: int
+    ) -> None:
+        self.what, self.each, self.finish, self.tables, self.tiles = what, each, finish, tables, tiles
+        self.printer = Printer()
+
+    def text(self) -> str:
+        lines = [_HEAD]
+        lines += [f"    const {SCALARS[d]}* table{i} = (const {SCALARS[d]}*)tables[{i}];" for i, d in enumerate(self.tables)]
+        lines += [
+            "    #pragma omp parallel for num_threads(threads) if(threads > 1 && item_count > 1)",
+            "    for (long item = 0; item < item_count; item++) {",
+            "        const Subnormals subnormals;",
+            "        const long part = items[2 * item], begin = items[2 * item + 1];",
+            f"        const long count = table[{COUNT} * parts + part], layer = table[{LAYER} * parts + part];",
+            f"        const long tiles = (count + {self.what.tile - 1}) / {self.what.tile};",
+            f"        const long end = begin + {self.tiles} < tiles ? begin + {self.tiles} : tiles;",
+        ]
+        body = self._loop() if self.finish is not None else self._simple()
+        # What is kept in memory (printer.constants) is known when everything has been printed.
+        lines += [f"        const auto constant{place} = ::constant{place};" for place in self.printer.constants.values()]
+        lines += [*self._numbers(), *self._pointers(), *body, *self._raise(), "    }", "}"]
+        return "\n".join([preamble(LANES), *self.printer.declarations(), *lines])
+
+    def _numbers(self) -> list[str]:
+        programs = [self.each] if self.finish is None else [self.each, self.finish]
+        numbers = {place: v for program in programs for place, v in program.numbers.items()}
+        scalars = {place: v for program in programs for place, v in program.scalars.items()}
+        lines = [f"        const i32 {v.name} = splat<i32>(numbers[{p} * parts + part]);" for p, v in numbers.items()]
+        lines += [f"        const f32 {v.name} = splat<f32>(of_layer[{p} * layers + layer]);" for p, v in scalars.items()]
+        return lines + [f"        i32 most{i} = {{}};" for i in range(self.what.maxima)]
+
+    def _pointers(self) -> list[str]:
+        lines = []
+        for array, streams in (("const char* in{} = source", self.what.loads), ("char* out{} = target", self.what.stores)):
+            for i, s in enumerate(streams):
+                lines.append(f"        {array.format(i)} + {s.unit} * table[{s.column} * parts + part];")
+        return lines
+
+    def _address(self, name: str, s: Stream, more: str = "") -> str:
+        kind = _STORED[s.dtype]
+        at = "" if s.of == "part" else f" + (tile * {s.stride} + {s.place})"
+        return f"({kind}*)({name}{more}){at}"
+
+    def _read(self, program: Program, more: str = "") -> list[str]:
+        """The loads of a tile."""
+        lines = []
+        for i, (s, v) in enumerate(zip(self.what.loads, program.elements, strict=True)):
+            kind, address = TYPES[s.dtype], self._address(f"in{i}", s, more)
+            if s.of == "lane":
+                lines.append(f"const {kind} {v.name} = load<{kind}>({address}, {self._room(s)});")
+            else:
+                guard = f"full || tile * {self.what.tile} + {s.first} < count ? " if s.of == "tile" else ""
+                lines.append(f"const {kind} {v.name} = splat<{kind}>({guard}*({address}){' : 0' if guard else ''});")
+        return lines
+
+    def _room(self, s: Stream) -> str:
+        left = f"count - (tile * {self.what.tile} + {s.first})"
+        return f"(full ? LANES : {left} > 0 ? LANES : 0)" if s.padded else f"(full ? LANES : limited({left}))"
+
+    def _statements(self, program: Program) -> list[str]:
+        lines, indices = [], 0
+        for s in program.statements:
+            if s.operation == "index":
+                first = self.what.loads[indices].first
+                indices += 1
+                numbered = ", ".join(map(str, range(LANES)))
+                text = f"splat<i32>((int32_t)(tile * {self.what.tile} + {first})) + i32{{{numbered}}}"
+            elif s.operation == "amax":
+                text = f"splat<f32>(largest_of({s.arguments[0].name}))"
+            else:
+                text = self.printer.expression(s)
+            lines.append(f"const {TYPES[s.result.dtype]} {s.result.name} = {text};")
+        return lines
+
+    def _write(self, results: tuple[Value, ...]) -> list[str]:
+        lines = []
+        for i, (s, v) in enumerate(zip(self.what.stores, results, strict=False)):
+            address, value = self._address(f"out{i}", s), self.printer.argument(v, s.dtype)
+            if s.of == "lane":
+                lines.append(f"store({address}, {value}, {self._room(s)});")
+            else:
+                wanted = "tile == 0" if s.of == "part" else f"full || tile * {self.what.tile} + {s.first} < count"
+                lines.append(f"if ({wanted}) *({address}) = ({value})[0];")
+        for i, v in enumerate(results[len(self.what.stores) :]):
+            lines.append(f"most{i} = larger(most{i}, {self.printer.argument(v, torch.int32)});")
+        return lines
+
+    def _simple(self) -> list[str]:
+        self.printer.begin()
+        body = [*self._read(self.each), *self._statements(self.each), *self._write(self.each.results)]
+        return self._over_tiles(body, "begin", "end")
+
+    def _over_tiles(self, body: list[str], begin: str, end: str) -> list[str]:
+        """Tiles that are full first, without a question for each number."""
+        return [
+            "        {",
+            "            const auto body = [&](long tile, auto is_full) __attribute__((always_inline)) {",
+            "                constexpr bool full = decltype(is_full)::value;",
+            *("                " + line for line in body),
+            "            };",
+            f"            long tile = {begin};",
+            f"            const long filled = count / {self.what.tile} < {end} ? count / {self.what.tile} : {end};",
+            "            for (; tile < filled; tile++) body(tile, std::true_type{});",
+            f"            for (; tile < {end}; tile++) body(tile, std::false_type{{}});",
+            "        }",
+        ]
+
+    def _loop(self) -> list[str]:
+        assert self.finish is not None
+        self.printer.begin()
+        sums = [f"sums[tile - begin][{i}]" for i in range(len(self.each.results))]
+        read = [*self._read(self.each, " + message * message_stride"), *self._statements(self.each)]
+        values = [self.printer.argument(v, torch.float32) for v in self.each.results]
+        first = [f"{s} = {v};" for s, v in zip(sums, values, strict=True)]
+        more = [f"{s} = {s} + {v};" for s, v in zip(sums, values, strict=True)]
+        self.printer.begin()
+        own = [f"const f32 {v.name} = {s};" for s, v in zip(sums, self.finish.elements, strict=True)]
+        done = [*own, *self._statements(self.finish), *self._write(self.finish.results)]
+        return [
+            f"        f32 sums[{self.tiles}][{len(sums)}];",
+            "        {",
+            "        const long message = 0;",
+            *self._over_tiles([*read, *first], "begin", "end"),
+            "        }",
+            "        for (long message = 1; message < messages; message++)",
+            *self._over_tiles([*read, *more], "begin", "end"),
+            *self._over_tiles(done, "begin", "end"),
+        ]
+
+    def _raise(self) -> list[str]:
+        return [
+            f"        {{ int32_t top = 0; for (int l = 0; l < LANES; l++) top = most{i}[l] > top ? most{i}[l] : top; "
+            f"raise_to(maxima + {i} * parts + part, top); }}"
+            for i in range(self.what.maxima)
+        ]

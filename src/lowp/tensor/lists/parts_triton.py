@@ -1,0 +1,175 @@
+"""A function of the parts of a bucket (parts.py) as one Triton launch.
+
+A program works on one item: `ROWS` tiles of one part. Every vector of a tile is a block [ROWS, 16]: rows are tiles, and a row's
+16 numbers lie side by side in memory. Items whose tiles are all full take a way without masks.
+Multiplications and additions are not fused, divisions are correctly rounded: the same bits as on a CPU.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.tensor.lists.parts import COUNT, CUDA_ITEM, LANES, LAYER, Kernel, PartsFunction, PartTable, Stream
+from lowp.tensor.lists.trace import Program, Value
+from lowp.tensor.lists.triton import TYPES, build, expression
+
+_STORED = {**TYPES, torch.bool: "tl.int8"}
+
+
+class TritonKernel(Kernel):
+    def __init__(self, what: PartsFunction, device: torch.device) -> None:
+        each, finish, self._tables = what.trace(device)
+        self._what = what
+        self._rows = max(1, CUDA_ITEM // what.tile)
+        self._run = build(_Source(what, each, finish, len(self._tables)).text())
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        source: Tensor,
+        target: Tensor | None,
+        table: PartTable,
+        numbers: Tensor | None = None,
+        of_layer: Tensor | None = None,
+        maxima: Tensor | None = None,
+        messages: int = 1,
+        message_stride: int = 0,
+    ) -> None:
+        items, nothing = table.items(self._what.tile, self._rows), self._nothing
+        if not len(items):
+            return
+        with torch.cuda.device(source.device):
+            self._run[(len(items),)](
+                source.view(torch.uint8),
+                nothing if target is None else target.view(torch.uint8),
+                table.columns,
+                table.parts,
+                items,
+                nothing if numbers is None else numbers,
+                nothing if of_layer is None else of_layer,
+                0 if of_layer is None else of_layer.shape[-1],
+                nothing if maxima is None else maxima,
+                messages,
+                message_stride,
+                *self._tables,
+                ROWS=self._rows,
+                ALIGNMENT=table.alignment,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
+
+
+class _Source:
+    """The text of a module with the kernel `run`, piece by piece."""
+
+    def __init__(self, what: PartsFunction, each: Program, finish: Program | None, tables: int) -> None:
+        self.what, self.each, self.finish, self.tables = what, each, finish, tables
+
+    def text(self) -> str:
+        tile, names = self.what.tile, "".join(f"table{i}, " for i in range(self.tables))
+        lines = [
+            "import triton",
+            "import triton.language as tl",
+            "from triton.language.extra.cuda import libdevice",
+            "",
+            "",
+            "@triton.jit",
+            f"def run(source, target, table, parts, items, numbers, of_layer, layers, maxima, messages, message_stride, {names}"
+            "ROWS: tl.constexpr, ALIGNMENT: tl.constexpr):",
+            "    item = tl.program_id(0)",
+            "    part = tl.load(items + 2 * item)",
+            "    begin = tl.load(items + 2 * item + 1)",
+            f"    count = tl.load(table + {COUNT} * parts + part)",
+            f"    layer = tl.load(table + {LAYER} * parts + part)",
+            *self._pointers(),
+            *self._numbers(),
+            "    tile = begin + tl.arange(0, ROWS)[:, None].to(tl.int64)",
+            f"    lane = tl.arange(0, {LANES})[None, :]",
+            f"    if (begin + ROWS) * {tile} <= count:",
+            *("        " + line for line in self._body(masked=False)),
+            "    else:",
+            *("        " + line for line in self._body(masked=True)),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _pointers(self) -> list[str]:
+        lines = []
+        for name, array, streams in (("in", "source", self.what.loads), ("out", "target", self.what.stores)):
+            for i, s in enumerate(streams):
+                offset = f"tl.multiple_of(tl.load(table + {s.column} * parts + part), ALIGNMENT)"
+                lines.append(f"    {name}{i} = ({array} + {s.unit} * {offset}).to(tl.pointer_type({_STORED[s.dtype]}))")
+        return lines
+
+    def _numbers(self) -> list[str]:
+        programs = [self.each] if self.finish is None else [self.each, self.finish]
+        numbers = {place: v for program in programs for place, v in program.numbers.items()}
+        scalars = {place: v for program in programs for place, v in program.scalars.items()}
+        lines = [f"    {v.name} = tl.load(numbers + {p} * parts + part)" for p, v in numbers.items()]
+        return lines + [f"    {v.name} = tl.load(of_layer + {p} * layers + layer)" for p, v in scalars.items()]
+
+    def _place(self, s: Stream) -> str:
+        if s.of == "part":
+            return ""
+        lane = " + lane" if s.of == "lane" else ""
+        return f" + (tile * {s.stride} + {s.place}{lane})"
+
+    def _mask(self, s: Stream) -> str:
+        lane = " + lane" if s.of == "lane" and not s.padded else ""
+        return f"(tile * {self.what.tile} + {s.first}{lane} < count)"
+
+    def _read(self, program: Program, masked: bool, more: str = "") -> list[str]:
+        lines = []
+        for i, (s, v) in enumerate(zip(self.what.loads, program.elements, strict=True)):
+            base = f"in{i}"
+            if more:
+                base = f"({base}.to(tl.pointer_type(tl.uint8)) + {more}).to(tl.pointer_type({_STORED[s.dtype]}))"
+            mask = f", mask={self._mask(s)}, other=0" if masked and s.of != "part" else ""
+            lines.append(f"{v.name} = tl.load({base}{self._place(s)}{mask})")
+        return lines
+
+    def _statements(self, program: Program) -> list[str]:
+        lines, indices = [], 0
+        for s in program.statements:
+            if s.operation == "index":
+                text = f"(tile * {self.what.tile} + {self.what.loads[indices].first} + lane).to(tl.int32)"
+                indices += 1
+            elif s.operation == "amax":
+                text = f"tl.max({s.arguments[0].name}, axis=1, keep_dims=True)"
+            else:
+                text = expression(s)
+            lines.append(f"{s.result.name} = {text}")
+        return lines
+
+    def _write(self, results: tuple[Value, ...], masked: bool) -> list[str]:
+        lines = []
+        for i, (s, v) in enumerate(zip(self.what.stores, results, strict=False)):
+            if s.of == "part":
+                lines += ["if begin == 0:", f"    tl.store(out{i}, ({v.name}).to({_STORED[s.dtype]}))"]
+                continue
+            value = f"{v.name}.to({_STORED[s.dtype]})" if v.dtype != s.dtype else v.name
+            mask = f", mask={self._mask(s)}" if masked else ""
+            lines.append(f"tl.store(out{i}{self._place(s)}, {value}{mask})")
+        for i, v in enumerate(results[len(self.what.stores) :]):
+            lines.append(f"tl.atomic_max(maxima + {i} * parts + part, tl.max(tl.max({v.name}, axis=1), axis=0))")
+        return lines
+
+    def _body(self, masked: bool) -> list[str]:
+        if self.finish is None:
+            return [
+                *self._read(self.each, masked),
+                *self._statements(self.each),
+                *self._write(self.each.results, masked),
+            ]
+        sums = [v.name for v in self.finish.elements]
+        return [
+            *self._read(self.each, masked),
+            *self._statements(self.each),
+            *(f"{s} = {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
+            "for message in range(1, messages):",
+            *("    " + line for line in self._read(self.each, masked, "message.to(tl.int64) * message_stride")),
+            *("    " + line for line in self._statements(self.each)),
+            *(f"    {s} = {s} + {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
+            *self._statements(self.finish),
+            *self._write(self.finish.results, masked),
+        ]

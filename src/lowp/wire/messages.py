@@ -1,0 +1,319 @@
+"""The messages of some shards in one buffer: where every part lies, and encoding and decoding all of them at once.
+
+What is worked out here (offsets, tables on the device) depends on sizes and codecs alone. It is made once for each kind of
+message of a bucket and kept (`Rules.messages`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.tensor import kernels
+from lowp.tensor.lists.parts import PartsFunction, PartTable
+from lowp.tensor.lists.parts import Kernel as PartsKernel
+from lowp.tensor.noise import Domain, Noise, key_columns, words_of
+from lowp.wire import scaling
+from lowp.wire.codec import Codec, PartLayout
+from lowp.wire.part_kernels import decode_function, encode_function, measure_function, round_function
+from lowp.wire.plan import Part, Shard
+
+Noises = Callable[[Part], Noise]
+
+
+class Segment(NamedTuple):
+    """A part: where its numbers lie, and where its bytes in the buffer."""
+
+    index: int  # of the part among those of all shards here
+    part: Part
+    start: int  # of its numbers
+    begin: int  # bytes
+    end: int
+
+
+@dataclass(eq=False)
+class Group:
+    """The segments of one codec."""
+
+    codec: Codec
+    segments: list[Segment] = field(default_factory=list)
+
+    def table(self, device: torch.device) -> PartTable:
+        if device not in self._tables:
+            self._tables[device] = PartTable([self._row(segment) for segment in self.segments], device)
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, PartTable]:
+        return {}
+
+    def _row(self, segment: Segment) -> tuple[int, ...]:
+        layout, size = PartLayout.of(self.codec, segment.part.size), segment.part.size
+        places = (layout.payload, layout.high, layout.scales, layout.tensor_scale, layout.header)
+        return (size, segment.part.layer, segment.start, *(segment.begin + place for place in places))
+
+    @cached_property
+    def _kept(self) -> dict[tuple[str, torch.device], Tensor]:
+        return {}
+
+    def _constant(self, name: str, values: Iterable[int], device: torch.device) -> Tensor:
+        if (name, device) not in self._kept:
+            self._kept[name, device] = torch.tensor(list(values), dtype=torch.int64).to(device)
+        return self._kept[name, device]
+
+    def indices(self, device: torch.device) -> Tensor:
+        """Of the segments' parts among all."""
+        return self._constant("indices", (segment.index for segment in self.segments), device)
+
+    def headers(self, device: torch.device) -> Tensor:
+        """Where the header bytes lie; of a part with several, one after the other."""
+        return self._constant("headers", (at for first, count in self._header_spans for at in range(first, first + count)), device)
+
+    def header_owners(self, device: torch.device) -> Tensor:
+        """The part, among all, of each header byte."""
+        spans = zip(self.segments, self._header_spans, strict=True)
+        return self._constant("owners", (segment.index for segment, (_, count) in spans for _ in range(count)), device)
+
+    @cached_property
+    def _header_spans(self) -> list[tuple[int, int]]:
+        codec = self.codec
+        return [
+            (s.begin + PartLayout.of(codec, s.part.size).header, codec.header_bytes(s.part.size)) for s in self.segments
+        ]
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(segment.part.size for segment in self.segments)
+
+    def kernel(self, function: PartsFunction | None, device: torch.device) -> PartsKernel | None:
+        if function is None or not self.segments or device.type == "meta":
+            return None
+        # Plain operations are for a CPU and few numbers. Elsewhere each would be a launch.
+        return function.kernel(device, self.elements if device.type == "cpu" else kernels.SMALL)
+
+    def keys(self, noises: Noises, device: torch.device) -> Tensor:
+        """The keys of the parts' noise, int32 [KEY_SIZE, parts]."""
+        found = [noises(segment.part) for segment in self.segments]
+        streams, offsets = (torch.tensor([_signed(value) for value in values], dtype=torch.int64)
+                            for values in ([n.stream for n in found], [n.offset for n in found]))  # fmt: skip
+        first = found[0]
+        domain: Domain = first.domain
+        columns = key_columns(domain, words_of(first.seed), words_of(first.step), streams, offsets)
+        return torch.stack(columns).to(device, non_blocking=True)
+
+
+def _signed(value: int) -> int:
+    return value - (value >> 63 << 64)
+
+
+class Messages:
+    """`codec_of` gives a part's codec. Numbers of shard i begin at `starts[i]`, its message at `begins[i]` of the buffer.
+
+    Without `begins`, messages follow each other; without `starts`, shards do.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        codec_of: Callable[[Part], Codec],
+        starts: Sequence[int] | None = None,
+        begins: Sequence[int] | None = None,
+    ) -> None:
+        self.shards = tuple(shards)
+        self.parts = sum(len(shard.parts) for shard in self.shards)
+        self.layers = 1 + max((part.layer for shard in self.shards for part in shard.parts), default=0)
+        self.spans: list[tuple[int, int]] = []
+        self._groups: dict[Codec, Group] = {}
+        self._ones: dict[torch.device, Tensor] = {}
+        index = start = begin = 0
+        for number, shard in enumerate(self.shards):
+            start = start if starts is None else starts[number]
+            begin = begin if begins is None else begins[number]
+            end = self._place(shard, codec_of, index, start, begin)
+            self.spans.append((begin, end))
+            index, start, begin = index + len(shard.parts), start + shard.size, end
+        self.length = max((end for _, end in self.spans), default=0)
+        self.elements = sum(shard.size for shard in self.shards)
+
+    def _place(self, shard: Shard, codec_of: Callable[[Part], Codec], index: int, start: int, begin: int) -> int:
+        """One shard's parts, one after the other. Where does its message end?"""
+        for number, part in enumerate(shard.parts):
+            codec = codec_of(part)
+            end = begin + codec.wire_bytes(part.size)
+            segment = Segment(index + number, part, start + part.offset, begin, end)
+            self._groups.setdefault(codec, Group(codec)).segments.append(segment)
+            begin = end
+        return begin
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        return list(self._groups.values())
+
+    def view(self, buffer: Tensor, number: int) -> Tensor:
+        """One shard's message."""
+        begin, end = self.spans[number]
+        return buffer[begin:end]
+
+    def _of_layers(self, factors: Tensor | None, device: torch.device) -> Tensor:
+        if factors is not None:
+            return factors.view(-1, factors.shape[-1])
+        if device not in self._ones:
+            self._ones[device] = torch.ones(1, self.layers, device=device)
+        return self._ones[device]
+
+    def measure(self, numbers: Tensor, wanted: "Callable[[Codec], tuple[bool, bool]]") -> "list[Tensor | None]":
+        """For each group, the largest magnitudes of its parts that are wanted: bits of float32, int32 [wanted, parts]."""
+        found: list[Tensor | None] = []
+        for group in self.groups:
+            kinds = wanted(group.codec)
+            if not any(kinds):
+                found.append(None)
+                continue
+            kernel = group.kernel(measure_function(numbers.dtype, kinds), numbers.device)
+            if kernel is not None:
+                maxima = torch.zeros(sum(kinds), len(group.segments), dtype=torch.int32, device=numbers.device)
+                kernel(numbers, None, group.table(numbers.device), maxima=maxima)
+            else:
+                maxima = torch.stack([_measured(numbers[s.start : s.start + s.part.size], kinds) for s in group.segments], 1)
+            found.append(maxima)
+        return found
+
+    def encode(
+        self,
+        numbers: Tensor,
+        out: Tensor,
+        factors: Tensor | None = None,
+        peaks: Tensor | None = None,
+        noises: Noises | None = None,
+        maxima: "Sequence[Tensor | None] | None" = None,
+    ) -> None:
+        """Write the messages of `numbers`, each times the factor of its layer, to `out`.
+
+        `peaks` are the header bytes (uint8, of all parts) of codecs that do not compute their own. `maxima` is what `measure`
+        would find for `codec.measures`.
+        """
+        device = numbers.device
+        for place, group in enumerate(self.groups):
+            codec = group.codec
+            kernel = group.kernel(encode_function(codec, numbers.dtype), device)
+            if kernel is None:
+                self._encode_plainly(group, numbers, out, factors, peaks, noises)
+                continue
+            known: list[Tensor] = []
+            if any(codec.measures):
+                found = None if maxima is None else maxima[place]
+                measured = self.measure(numbers, lambda c, mine=codec: c.measures if c == mine else (False, False))[place] if found is None else found  # type: ignore[misc]
+                assert measured is not None
+                known.append(measured)
+            if codec.sends_peaks:
+                given = torch.zeros(self.parts, dtype=torch.uint8, device=device) if peaks is None else peaks
+                known.append(given[group.indices(device)].to(torch.int32).view(1, -1))
+            if codec.stochastic:
+                assert noises is not None
+                known.append(group.keys(noises, device))
+            own = known[0] if len(known) == 1 else torch.cat(known) if known else None
+            kernel(numbers, out, group.table(device), own, self._of_layers(factors, device))
+
+    def _encode_plainly(
+        self,
+        group: Group,
+        numbers: Tensor,
+        out: Tensor,
+        factors: Tensor | None,
+        peaks: Tensor | None,
+        noises: Noises | None,
+    ) -> None:
+        for index, part, start, begin, end in group.segments:
+            own = numbers[start : start + part.size].to(torch.float32)
+            if factors is not None:
+                own = own * factors.view(-1)[part.layer]
+            noise = noises(part) if group.codec.stochastic and noises is not None else None
+            peak = peaks[index : index + 1] if peaks is not None and group.codec.sends_peaks else None
+            group.codec.encode(own, out[begin:end], noise, peak)
+
+    def decode(
+        self,
+        source: Tensor,
+        out: Tensor,
+        factors: Tensor | None = None,
+        divisor: int = 1,
+        messages: int = 1,
+        stride: int = 0,
+        wanted: "Callable[[Codec], tuple[bool, bool]] | None" = None,
+    ) -> "list[Tensor | None]":
+        """Write to `out` the sums of what `messages` buffers say, each `stride` bytes after the last, in their order.
+
+        Sums are float32, then times the factor of their layer, then divided. Returns what `measure` would find in `out`.
+        """
+        device, found = out.device, []
+        for group in self.groups:
+            kinds = (False, False) if wanted is None else wanted(group.codec)
+            kernel = group.kernel(decode_function(group.codec, out.dtype, kinds, divisor != 1), device)
+            maxima = torch.zeros(sum(kinds), len(group.segments), dtype=torch.int32, device=device) if any(kinds) else None
+            found.append(maxima)
+            if kernel is None:
+                self._decode_plainly(group, source, out, factors, divisor, messages, stride)
+                if maxima is not None:
+                    measured = [_measured(out[s.start : s.start + s.part.size], kinds) for s in group.segments]
+                    maxima.copy_(torch.stack(measured, 1))
+                continue
+            of_layers = self._of_layers(factors, device)
+            if divisor != 1:
+                of_layers = torch.cat([of_layers, torch.full_like(of_layers, divisor)])
+            kernel(source, out, group.table(device), None, of_layers, maxima, messages, stride)
+        return found
+
+    def _decode_plainly(
+        self, group: Group, source: Tensor, out: Tensor, factors: Tensor | None, divisor: int, messages: int, stride: int
+    ) -> None:
+        for _, part, start, begin, end in group.segments:
+            total = torch.empty(part.size, dtype=torch.float32, device=out.device)
+            group.codec.decode(source[begin:end], total)
+            for message in range(1, messages):
+                more = torch.empty_like(total)
+                group.codec.decode(source[message * stride + begin : message * stride + end], more)
+                total.add_(more)
+            if factors is not None:
+                total.mul_(factors.view(-1)[part.layer])
+            out[start : start + part.size] = total if divisor == 1 else total.div_(divisor)
+
+    def peaks(self, source: Tensor, messages: int = 1, stride: int = 0) -> Tensor:
+        """The largest header byte of each part (255: something is not finite) in any of the messages; uint8, of all parts."""
+        found = torch.zeros(self.parts, dtype=torch.uint8, device=source.device)
+        for group in self.groups:
+            if not group.headers(source.device).numel():
+                continue
+            every = source.as_strided((messages, self.length), (stride, 1)) if messages > 1 else source[None, :]
+            bytes_here = every[:, group.headers(source.device)].amax(0)
+            found.scatter_reduce_(0, group.header_owners(source.device), bytes_here, "amax")
+        return found
+
+    def round_(self, numbers: Tensor, noises: Noises | None = None) -> Tensor:
+        """What sending and receiving would make of float32 numbers, in place, for elementwise codecs."""
+        device = numbers.device
+        for group in self.groups:
+            kernel = group.kernel(round_function(group.codec), device)
+            if kernel is None:
+                for _, part, start, _, _ in group.segments:
+                    own = numbers[start : start + part.size]
+                    group.codec.round_(own, noises(part) if group.codec.stochastic and noises is not None else None)
+                continue
+            keys = group.keys(noises, device) if group.codec.stochastic and noises is not None else None
+            kernel(numbers, numbers, group.table(device), keys)
+        return numbers
+
+
+def _measured(numbers: Tensor, kinds: tuple[bool, bool]) -> Tensor:
+    """The same without a kernel, of one part."""
+    magnitude = numbers.to(torch.float32).view(torch.int32) & 0x7FFFFFFF
+    finite = torch.where(magnitude < 0x7F800000, magnitude, torch.zeros_like(magnitude))
+    asked = [each for each, wants in zip((magnitude, finite), kinds, strict=True) if wants]
+    return torch.stack([each.amax() if each.numel() else each.new_zeros(()) for each in asked])
+
+
+def bounds_of(maxima: Tensor, world: int) -> Tensor:
+    """The bytes of `aps` from bits of the largest magnitudes."""
+    return scaling.bound_bytes(maxima.view(torch.float32), world)

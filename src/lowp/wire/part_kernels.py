@@ -1,0 +1,400 @@
+"""The work on a bucket's numbers and messages as a few kernels, each over all parts at once (tensor/lists/parts.py):
+
+- measure: the largest magnitude of each part;
+- encode: numbers times their layer's factor, scaled, rounded, packed; headers;
+- decode: what one message says, or the sum of what several say, in the order of ranks; times a factor, divided;
+- round: numbers as sending and receiving would make them, in place.
+
+A codec that has no kernel (top-k; blocks that are no multiple of 16) is worked on part by part, by the codec's own operations,
+as is everything where no kernel can be compiled. The bytes are the same.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import lcm
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.formats import BlockFormat, Format
+from lowp.formats.floats import FP32
+from lowp.tensor.carrier import F32
+from lowp.tensor.core import code_storage, decode_operation, encode_operation, quantize_operation
+from lowp.tensor.lists.parts import LANES, LAYER, PartsFunction, Stream
+from lowp.tensor.noise import KEY_SIZE
+from lowp.tensor.packing import group
+from lowp.tensor.table import Table
+from lowp.wire import scaling
+from lowp.wire.codec import Codec, placed_bits
+
+NUMBERS, PAYLOAD, HIGH, SCALES, TENSOR_SCALE, HEADER = range(LAYER + 1, LAYER + 7)  # columns of the tables
+LONGEST_BLOCK = 512  # elements: a tile has all of a block
+_MEASURED = 4 * LANES
+
+
+class _Shape(NamedTuple):
+    """How a codec's tile looks: its elements; the block that shares a scale (0: none); the packed bits (0: whole bytes)."""
+
+    element: Format
+    tile: int
+    block: int
+    packed: int
+
+    @property
+    def vectors(self) -> range:
+        return range(self.tile // LANES)
+
+
+@lru_cache(maxsize=1024)
+def _shape(codec: Codec) -> _Shape | None:
+    """None where there is no kernel."""
+    fmt = codec.format
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    block = fmt.size if isinstance(fmt, BlockFormat) else codec.scale.block
+    if codec.keep < 1 or (isinstance(fmt, BlockFormat) and (codec.scale.block or fmt.scale.bits > 8)):
+        return None
+    if block % LANES or block > LONGEST_BLOCK:
+        return None
+    if isinstance(fmt, BlockFormat) and _block_program(codec) is None:
+        return None
+    packed = element.bits % 8
+    codes = group(packed)[0] if packed else 1
+    return _Shape(element, lcm(LANES * codes, block or LANES), block, packed)
+
+
+def _block_program(codec: Codec) -> Any:
+    try:
+        from lowp.tensor.block_programs import block_program
+    except ImportError:
+        return None
+    return block_program(codec.format, codec.rounding)
+
+
+def _numbers(shape: _Shape, dtype: torch.dtype) -> tuple[Stream, ...]:
+    return tuple(
+        Stream(dtype, NUMBERS, shape.tile, LANES * v, LANES * v, unit=dtype.itemsize) for v in shape.vectors
+    )
+
+
+def _codes(shape: _Shape) -> tuple[Stream, ...]:
+    """Where a tile's codes lie: whole bytes of each vector, then the packed bits of each group."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(shape.element.bits // 8)
+    found = []
+    if whole is not None:
+        found += [Stream(whole, PAYLOAD, shape.tile, LANES * v, LANES * v) for v in shape.vectors]
+    if shape.packed:
+        per_group, width = group(shape.packed)
+        groups, column = shape.tile // (per_group * LANES), PAYLOAD if whole is None else HIGH
+        found += [
+            Stream(torch.int8, column, groups * width * LANES, (g * width + byte) * LANES, g * per_group * LANES, padded=True)
+            for g in range(groups)
+            for byte in range(width)
+        ]
+    return tuple(found)
+
+
+def _of_blocks(shape: _Shape, column: int) -> tuple[Stream, ...]:
+    blocks = shape.tile // shape.block
+    return tuple(Stream(torch.int8, column, blocks, b, b * shape.block, of="tile") for b in range(blocks))
+
+
+def _packed(codes: list[Tensor], bits: int) -> list[Tensor]:
+    """Vectors of int32 codes as the bytes of their groups."""
+    per_group, width = group(bits)
+    found = []
+    for first in range(0, len(codes), per_group):
+        pieces: list[Tensor | None] = [None] * width
+        for byte, vector, shift in placed_bits(bits):
+            code = codes[first + vector] & ((1 << bits) - 1)
+            code = code << shift if shift >= 0 else code >> -shift
+            before = pieces[byte]
+            pieces[byte] = code if before is None else before | code
+        found += [piece.to(torch.int8) for piece in pieces if piece is not None]
+    return found
+
+
+def _unpacked(stored: Sequence[Tensor], bits: int) -> list[Tensor]:
+    per_group, width = group(bits)
+    found = []
+    for first in range(0, len(stored), width):
+        pieces: list[Tensor | None] = [None] * per_group
+        for byte, vector, shift in placed_bits(bits):
+            code = stored[first + byte].to(torch.int32) & 0xFF
+            code = code >> shift if shift >= 0 else code << -shift
+            before = pieces[vector]
+            pieces[vector] = code if before is None else before | code
+        found += [piece & ((1 << bits) - 1) for piece in pieces if piece is not None]
+    return found
+
+
+def _magnitude(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.int32) & F32.magnitude
+
+
+def _finite(magnitude: Tensor) -> Tensor:
+    return torch.where(magnitude < F32.infinity, magnitude, torch.zeros_like(magnitude))
+
+
+def _maxima(numbers: Sequence[Tensor], wanted: tuple[bool, bool]) -> list[Tensor]:
+    """The largest magnitude of a tile, lane by lane, as bits; the largest finite one."""
+    found = []
+    for kind, wants in zip((lambda m: m, _finite), wanted, strict=True):
+        if wants:
+            most = kind(_magnitude(numbers[0]))
+            for more in numbers[1:]:
+                most = torch.maximum(most, kind(_magnitude(more)))
+            found.append(most)
+    return found
+
+
+@lru_cache(maxsize=64)
+def measure_function(dtype: torch.dtype, wanted: tuple[bool, bool]) -> PartsFunction:
+    """The largest magnitude of each part (bits of float32), and (or) the largest finite one."""
+
+    def each(*arguments: Any) -> list[Tensor]:
+        *numbers, _, _, _ = arguments
+        return _maxima([x.to(torch.float32) for x in numbers], wanted)
+
+    vectors = range(_MEASURED // LANES)
+    loads = tuple(Stream(dtype, NUMBERS, _MEASURED, LANES * v, LANES * v, unit=dtype.itemsize) for v in vectors)
+    return PartsFunction(each, loads, (), _MEASURED, maxima=sum(wanted))
+
+
+@lru_cache(maxsize=1024)
+def encode_function(codec: Codec, dtype: torch.dtype) -> PartsFunction | None:
+    """Numbers of a part, int32: what `codec.measures` asks for, or the header byte of `sends_peaks`; then the noise's key.
+
+    Of its layer: by which factor its numbers are multiplied first.
+    """
+    shape = _shape(codec)
+    if shape is None:
+        return None
+    local, whole = codec.measures
+    first_key = local + whole + codec.sends_peaks
+    blocks = _block_program(codec) if isinstance(codec.format, BlockFormat) else None
+    code = _coder(shape.element, codec.rounding) if blocks is None else None
+
+    def each(*arguments: Any) -> list[Tensor]:
+        *sources, numbers, of_layer, tables = arguments
+        x = [source.to(torch.float32) * of_layer[0] for source in sources]
+        extra: list[Tensor] = []
+        unit = of_layer[0]
+        if local:
+            byte = scaling.fitting_numbers(numbers[0].view(torch.float32), codec.format)
+            factor = scaling.power_of_two(scaling.shifts_of(byte))
+            x, unit = [number * factor for number in x], unit * factor
+            extra.append(byte.to(torch.int8))
+        elif codec.sends_peaks:
+            extra.append(numbers[0].to(torch.int8))
+        key = numbers[first_key:] if codec.stochastic else None
+        if blocks is not None:
+            codes, more = _block_codes(blocks, shape, x, numbers[int(local)] if whole else None, unit)
+            extra += more
+        else:
+            if shape.block:
+                x, headers = _scaled_blocks(codec, shape, x)
+                extra += headers
+            codes = [code(number, key, tables) for number in x]  # type: ignore[misc]
+        return [*_stored(codes, shape), *extra]
+
+    stores = [*_codes(shape)]
+    if local or codec.sends_peaks:
+        stores.append(Stream(torch.int8, HEADER, of="part"))
+    if blocks is not None and whole:
+        stores.append(Stream(torch.int32, TENSOR_SCALE, of="part"))
+    if shape.block:
+        stores += _of_blocks(shape, HEADER if blocks is None else SCALES)
+    numbers = first_key + (KEY_SIZE if codec.stochastic else 0)
+    tables = () if code is None else code.tables
+    return PartsFunction(each, _numbers(shape, dtype), tuple(stores), shape.tile, numbers, 1, tables)
+
+
+def _stored(codes: list[Tensor], shape: _Shape) -> list[Tensor]:
+    """Vectors of int32 codes as `_codes` has them."""
+    if not shape.packed:
+        return codes
+    if shape.element.bits < 8:
+        return _packed(codes, shape.packed)
+    return [*((code & 0xFF).to(torch.int8) for code in codes), *_packed([code >> 8 for code in codes], shape.packed)]
+
+
+class _Coder:
+    """From a float32 number to its code; what is too large saturates, and NaN is zero where the format has none."""
+
+    def __init__(self, fmt: Format, rounding: str) -> None:
+        self._fmt = fmt
+        self._operation = None if fmt == FP32 else encode_operation(fmt, torch.float32, rounding, True, "zero")
+        self.tables: tuple[Table, ...] = () if self._operation is None else self._operation.tables
+        self._whole = fmt.bits % 8 == 0
+
+    def __call__(self, number: Tensor, key: Tensor | None, tables: Any) -> Tensor:
+        bits = number.view(torch.int32)
+        if self._operation is None:
+            return bits
+        code = self._operation(bits, tables, key)
+        return code if self._whole else code.to(torch.int32)
+
+
+def _coder(fmt: Format, rounding: str) -> _Coder:
+    return _Coder(fmt, rounding)
+
+
+def _blocks_of(shape: _Shape, vectors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """The largest finite magnitude of each block (float32), and its vectors."""
+    step = shape.block // LANES
+    found = []
+    for first in range(0, len(vectors), step):
+        mine = list(vectors[first : first + step])
+        most = _maxima(mine, (False, True))[0]
+        found.append((most.view(torch.float32).amax(-1, keepdim=True), mine))
+    return found
+
+
+def _scaled_blocks(codec: Codec, shape: _Shape, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Numbers in units of their block's scale, and the blocks' header bytes. (A block that is not finite says so: 255.)"""
+    scaled, headers = [], []
+    step = shape.block // LANES
+    for first in range(0, len(x), step):
+        mine = x[first : first + step]
+        most = _maxima(mine, (True, False))[0].view(torch.float32)
+        # NaN would be lost in a maximum of floats: what is not finite counts as infinity.
+        most = torch.where(most.view(torch.int32) < F32.infinity, most, torch.full_like(most, float("inf")))
+        byte = scaling.fitting_numbers(most.amax(-1, keepdim=True), codec.format)
+        factor = scaling.power_of_two(scaling.shifts_of(byte))
+        scaled += [number * factor for number in mine]
+        headers.append(byte.to(torch.int8))
+    return scaled, headers
+
+
+def _block_codes(
+    program: Any, shape: _Shape, x: list[Tensor], largest: Tensor | None, factor: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Codes of a block format; the part's scale, where there is one, then the blocks'."""
+    extra, tensor_scale = [], None
+    if largest is not None:
+        tensor_scale = program.tensor_scale(largest.view(torch.float32) * factor)
+        extra.append(tensor_scale.view(torch.int32))
+    codes = []
+    for most, mine in _blocks_of(shape, x):
+        scale = program.scale(most, tensor_scale)
+        unit = program.unit(scale, tensor_scale)
+        codes += [program.code(number, unit) for number in mine]
+        extra.append(scale.to(torch.int8))
+    if not shape.packed:
+        codes = [code.to(code_storage(shape.element)) for code in codes]
+    return codes, extra
+
+
+@lru_cache(maxsize=1024)
+def decode_function(codec: Codec, dtype: torch.dtype, wanted: tuple[bool, bool] = (False, False), divides: bool = False) -> PartsFunction | None:
+    """Sums of messages in float32, times the first number of the layer, divided (`divides`) by the second; in `dtype`.
+
+    `wanted` are maxima of these sums, as for `measure_function`.
+    """
+    shape = _shape(codec)
+    if shape is None:
+        return None
+    local, whole = codec.measures
+    blocks = _block_program(codec) if isinstance(codec.format, BlockFormat) else None
+    value = _values(shape.element) if blocks is None else None
+    loads = [*_codes(shape)]
+    codes = len(loads)
+    if local:
+        loads.append(Stream(torch.int8, HEADER, of="part"))
+    if whole:
+        loads.append(Stream(torch.float32, TENSOR_SCALE, of="part"))
+    if shape.block:
+        loads += _of_blocks(shape, HEADER if blocks is None else SCALES)
+
+    def each(*arguments: Any) -> list[Tensor]:
+        *read, _, _, tables = arguments
+        stored, rest = read[:codes], list(read[codes:])
+        unit = scaling.units_of(rest.pop(0).to(torch.int32) & 0xFF) if local else None
+        tensor_scale = rest.pop(0) if whole else None
+        vectors = _loaded(stored, shape)
+        if blocks is not None:
+            step = shape.block // LANES
+            units = [blocks.unit(scale.to(torch.int32) & 0xFF, tensor_scale) for scale in rest]
+            found = [blocks.value(code, units[v // step]) for v, code in enumerate(vectors)]
+        else:
+            found = [value(code, tables) for code in vectors]  # type: ignore[misc]
+            if shape.block:
+                step = shape.block // LANES
+                units = [scaling.units_of(byte.to(torch.int32) & 0xFF) for byte in rest]
+                found = [number * units[v // step] for v, number in enumerate(found)]
+        return found if unit is None else [number * unit for number in found]
+
+    def finish(*arguments: Any) -> list[Tensor]:
+        *sums, _, of_layer, _ = arguments
+        found = [number * of_layer[0] for number in sums]
+        if divides:
+            found = [number / of_layer[1] for number in found]
+        return [*(number.to(dtype) for number in found), *_maxima(found, wanted)]
+
+    tables = () if value is None else value.tables
+    return PartsFunction(
+        each, tuple(loads), _numbers(shape, dtype), shape.tile, 0, 1 + divides, tables, sum(wanted), finish
+    )
+
+
+def _loaded(stored: Sequence[Tensor], shape: _Shape) -> list[Tensor]:
+    if not shape.packed:
+        return list(stored)
+    if shape.element.bits < 8:
+        return _unpacked(stored, shape.packed)
+    vectors = len(shape.vectors)
+    high = _unpacked(stored[vectors:], shape.packed)
+    return [(low.to(torch.int32) & 0xFF) | (more << 8) for low, more in zip(stored[:vectors], high, strict=True)]
+
+
+class _Values:
+    """From a code to the float32 number that it stands for."""
+
+    def __init__(self, fmt: Format) -> None:
+        self._operation = None if fmt == FP32 else decode_operation(fmt, torch.float32)
+        self._storage = code_storage(fmt)
+        self.tables: tuple[Table, ...] = () if self._operation is None else self._operation.tables
+
+    def __call__(self, code: Tensor, tables: Any) -> Tensor:
+        if self._operation is None:
+            return code.view(torch.float32)
+        return self._operation(code.to(self._storage), tables).view(torch.float32)
+
+
+def _values(fmt: Format) -> _Values:
+    return _Values(fmt)
+
+
+@lru_cache(maxsize=256)
+def round_function(codec: Codec) -> PartsFunction:
+    """Float32 numbers of elementwise codecs, rounded as `codec.round_` rounds them; `numbers` are the noise's key."""
+    assert codec.elementwise
+    fmt: Any = codec.format
+    operation = quantize_operation(fmt, torch.float32, codec.rounding, True, torch.float32)
+
+    def each(*arguments: Any) -> list[Tensor]:
+        *read, numbers, _, tables = arguments
+        key = numbers if codec.stochastic else None
+        return [operation(x, tables, key) for x in read]
+
+    streams = tuple(Stream(torch.int32, NUMBERS, _MEASURED, LANES * v, LANES * v, unit=4) for v in range(_MEASURED // LANES))
+    return PartsFunction(
+        each, streams, streams, _MEASURED, KEY_SIZE if codec.stochastic else 0, tables=operation.tables
+    )
+
+
+@lru_cache(maxsize=16)
+def scale_function(dtype: torch.dtype, divides: bool) -> PartsFunction:
+    """Numbers in float32, times the first number of their layer, divided (`divides`) by the second."""
+
+    def each(*arguments: Any) -> list[Tensor]:
+        *read, _, of_layer, _ = arguments
+        found = [x.to(torch.float32) * of_layer[0] for x in read]
+        return [number / of_layer[1] for number in found] if divides else found
+
+    def streams(kind: torch.dtype) -> tuple[Stream, ...]:
+        vectors = range(_MEASURED // LANES)
+        return tuple(Stream(kind, NUMBERS, _MEASURED, LANES * v, LANES * v, unit=kind.itemsize) for v in vectors)
+
+    return PartsFunction(each, streams(dtype), streams(torch.float32), _MEASURED, 0, 1 + divides)
