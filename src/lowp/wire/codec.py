@@ -214,9 +214,11 @@ class Codec:
             out.copy_(message[layout.payload : layout.payload + 4 * count].view(torch.float32))
         elif isinstance(fmt, BlockFormat):
             scales = message[layout.scales : layout.scales + -(-count // fmt.size) * -(-fmt.scale.bits // 8)]
-            whole = message[layout.tensor_scale : layout.tensor_scale + 4].clone().view(torch.float32).reshape(())
             scales = scales if fmt.scale.bits <= 8 else scales.clone().view(torch.int16)
-            codes = BlockCodes(_get_codes(message, fmt.element, layout, count), scales, whole if fmt.tensor_scale else None)
+            whole = None
+            if fmt.tensor_scale:
+                whole = message[layout.tensor_scale : layout.tensor_scale + 4].clone().view(torch.float32).reshape(())
+            codes = BlockCodes(_get_codes(message, fmt.element, layout, count), scales, whole)
             decode(codes, fmt, out=out)
         else:
             decode(_get_codes(message, fmt, layout, count), fmt, out=out)

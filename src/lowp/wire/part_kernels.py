@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowp.formats import BlockFormat, Format
 from lowp.formats.floats import FP32
+from lowp.tensor.block_programs import BlockProgram, block_program
 from lowp.tensor.carrier import F32
 from lowp.tensor.core import code_storage, decode_operation, encode_operation, quantize_operation
 from lowp.tensor.lists.parts import LANES, LAYER, PartsFunction, Stream
@@ -56,19 +57,15 @@ def _shape(codec: Codec) -> _Shape | None:
         return None
     if block % LANES or block > LONGEST_BLOCK:
         return None
-    if isinstance(fmt, BlockFormat) and _block_program(codec) is None:
+    if isinstance(fmt, BlockFormat) and _block_program(codec) is None:  # by the integers of block.py
         return None
     packed = element.bits % 8
     codes = group(packed)[0] if packed else 1
     return _Shape(element, lcm(LANES * codes, block or LANES), block, packed)
 
 
-def _block_program(codec: Codec) -> Any:
-    try:
-        from lowp.tensor.block_programs import block_program
-    except ImportError:
-        return None
-    return block_program(codec.format, codec.rounding)
+def _block_program(codec: Codec) -> BlockProgram | None:
+    return block_program(codec.format, codec.rounding) if isinstance(codec.format, BlockFormat) else None
 
 
 def _numbers(shape: _Shape, dtype: torch.dtype) -> tuple[Stream, ...]:
@@ -172,7 +169,7 @@ def encode_function(codec: Codec, dtype: torch.dtype) -> PartsFunction | None:
         return None
     local, whole = codec.measures
     first_key = local + whole + codec.sends_peaks
-    blocks = _block_program(codec) if isinstance(codec.format, BlockFormat) else None
+    blocks = _block_program(codec)
     code = _coder(shape.element, codec.rounding) if blocks is None else None
 
     def each(*arguments: Any) -> list[Tensor]:
@@ -268,7 +265,7 @@ def _scaled_blocks(codec: Codec, shape: _Shape, x: list[Tensor]) -> tuple[list[T
 
 
 def _block_codes(
-    program: Any, shape: _Shape, x: list[Tensor], largest: Tensor | None, factor: Tensor
+    program: BlockProgram, shape: _Shape, x: list[Tensor], largest: Tensor | None, factor: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Codes of a block format; the part's scale, where there is one, then the blocks'."""
     extra, tensor_scale = [], None
@@ -278,8 +275,8 @@ def _block_codes(
     codes = []
     for most, mine in _blocks_of(shape, x):
         scale = program.scale(most, tensor_scale)
-        unit = program.unit(scale, tensor_scale)
-        codes += [program.code(number, unit) for number in mine]
+        inverse = program.inverse(scale, tensor_scale)
+        codes += [program.code(number, inverse) for number in mine]
         extra.append(scale.to(torch.int8))
     if not shape.packed:
         codes = [code.to(code_storage(shape.element)) for code in codes]
@@ -296,7 +293,7 @@ def decode_function(codec: Codec, dtype: torch.dtype, wanted: tuple[bool, bool] 
     if shape is None:
         return None
     local, whole = codec.measures
-    blocks = _block_program(codec) if isinstance(codec.format, BlockFormat) else None
+    blocks = _block_program(codec)
     value = _values(shape.element) if blocks is None else None
     loads = [*_codes(shape)]
     codes = len(loads)
@@ -316,7 +313,7 @@ def decode_function(codec: Codec, dtype: torch.dtype, wanted: tuple[bool, bool] 
         if blocks is not None:
             step = shape.block // LANES
             units = [blocks.unit(scale.to(torch.int32) & 0xFF, tensor_scale) for scale in rest]
-            found = [blocks.value(code, units[v // step]) for v, code in enumerate(vectors)]
+            found = [blocks.value(code.to(torch.int32), units[v // step]) for v, code in enumerate(vectors)]
         else:
             found = [value(code, tables) for code in vectors]  # type: ignore[misc]
             if shape.block:

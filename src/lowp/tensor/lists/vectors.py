@@ -96,7 +96,13 @@ INLINE f64 fused(f64 a, f64 b, f64 c) {
     f64 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_fma(a[l], b[l], c[l]); return r;
 #endif
 }
-INLINE float largest_of(f32 x) { float top = 0; for (int l = 0; l < LANES; l++) top = x[l] > top ? x[l] : top; return top; }
+INLINE float largest_of(f32 x) {  // of numbers that are not negative
+#if defined(LONG_32)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float top = 0; for (int l = 0; l < LANES; l++) top = x[l] > top ? x[l] : top; return top;
+#endif
+}
 INLINE f32 square_root(f32 x) {
 #if defined(LONG_32)
     return (f32)_mm512_sqrt_ps((__m512)x);
