@@ -183,7 +183,7 @@ def encode_function(codec: Codec, dtype: torch.dtype) -> PartsFunction | None:
             x, unit = [number * factor for number in x], unit * factor
             extra.append(byte.to(torch.int8))
         elif codec.sends_peaks:
-            extra.append(numbers[0].to(torch.int8))
+            extra.append(numbers[int(whole)].to(torch.int8))
         key: Any = [numbers[first_key + i] for i in range(KEY_SIZE)] if codec.stochastic else None
         if blocks is not None:
             codes, more = _block_codes(blocks, shape, x, numbers[int(local)] if whole else None, unit)

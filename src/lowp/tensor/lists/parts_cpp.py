@@ -6,6 +6,7 @@ message's header alone is computed once for all of them.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.lists.parts import COUNT, CPU_ITEM, LANES, LAYER, Kernel, PartsFunction, PartTable, Stream
-from lowp.tensor.lists.trace import Program, Value
+from lowp.tensor.lists.trace import Program, Statement, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 2, *[ctypes.c_void_p, ctypes.c_long] * 2, *[ctypes.c_void_p] * 2, ctypes.c_long,
@@ -123,36 +124,82 @@ class _Source:
         at = "" if s.of == "part" else f" + (tile * {s.stride} + {s.place})"
         return f"({kind}*)({name}{more}){at}"
 
-    def _read(self, program: Program, more: str = "") -> list[str]:
-        """The loads of a tile."""
+    def _read(self, program: Program, names: set[str], more: str = "") -> list[str]:
+        """The vectors of a tile that have one of these names."""
         lines = []
         for i, (s, v) in enumerate(zip(self.what.loads, program.elements, strict=True)):
             kind, address = TYPES[s.dtype], self._address(f"in{i}", s, more)
-            if s.of == "lane":
+            if v.name in names and s.of == "lane":
                 lines.append(f"const {kind} {v.name} = load<{kind}>({address}, {self._room(s)});")
-            else:
-                guard = f"full || tile * {self.what.tile} + {s.first} < count ? " if s.of == "tile" else ""
-                lines.append(f"const {kind} {v.name} = splat<{kind}>({guard}*({address}){' : 0' if guard else ''});")
         return lines
+
+    def _of_part(self, program: Program, more: str) -> list[str]:
+        """What a part has one of: loads, and what follows from these and from the numbers."""
+        lines = []
+        for i, (s, v) in enumerate(zip(self.what.loads, program.elements, strict=True)):
+            if s.of == "part":
+                lines.append(f"const {TYPES[s.dtype]} {v.name} = splat<{TYPES[s.dtype]}>(*({self._address(f'in{i}', s, more)}));")
+        return ["        " + line for line in (*lines, *self._statements(_levels(self.what, program)["part"]))]
 
     def _room(self, s: Stream) -> str:
         left = f"count - (tile * {self.what.tile} + {s.first})"
         return f"(full ? LANES : {left} > 0 ? LANES : 0)" if s.padded else f"(full ? LANES : limited({left}))"
 
-    def _statements(self, program: Program) -> list[str]:
-        lines, indices = [], 0
-        for s in program.statements:
+    def _statements(self, statements: Sequence[Statement], first_index: int = 0) -> list[str]:
+        lines, indices = [], first_index
+        for s in statements:
             if s.operation == "index":
                 first = self.what.loads[indices].first
                 indices += 1
                 numbered = ", ".join(map(str, range(LANES)))
                 text = f"splat<i32>((int32_t)(tile * {self.what.tile} + {first})) + i32{{{numbered}}}"
-            elif s.operation == "amax":
-                text = f"splat<f32>(largest_of({s.arguments[0].name}))"
             else:
                 text = self.printer.expression(s)
             lines.append(f"const {TYPES[s.result.dtype]} {s.result.name} = {text};")
         return lines
+
+    def _pass(self, program: Program, last: list[str], more: str = "") -> list[str]:
+        """A loop over the tiles of an item: loads, statements, then `last`.
+
+        What belongs to a tile as a whole (the scale of its block, from the largest number in it) is computed for 16 tiles at
+        once, a lane for each: first a look at their numbers, then these statements, then the tiles again.
+        """
+        levels = _levels(self.what, program)
+        tile_level = {v.name for s, v in zip(self.what.loads, program.elements, strict=True) if s.of == "tile"}
+        tile_level |= {s.result.name for s in levels["tile"]}
+        self.printer.begin()
+        of_part = self._of_part(program, more)
+        if not tile_level:
+            body = [*self._read(program, _everything(program), more), *self._statements(levels["lane"]), *last]
+            return [*of_part, *self._over_tiles(body, "begin", "end")]
+        maxima = [s for s in levels["tile"] if s.operation == "amax"]
+        looked = _closure(program, [m.arguments[0].name for m in maxima], tile_level)
+        ours = [s for s in levels["tile"] if s.operation != "amax"]
+        rest = levels["lane"]
+        look = [*self._read(program, looked, more), *self._statements([s for s in rest if s.result.name in looked])]
+        look += [f"g_{m.result.name}[tile - group] = largest_of({m.arguments[0].name});" for m in maxima]
+        for i, (s, v) in enumerate(zip(self.what.loads, program.elements, strict=True)):
+            if s.of == "tile":
+                there = f"full || tile * {self.what.tile} + {s.first} < count"
+                look.append(f"g_{v.name}[tile - group] = {there} ? *({self._address(f'in{i}', s, more)}) : 0;")
+        rooms = [v for s, v in zip(self.what.loads, program.elements, strict=True) if s.of == "tile"]
+        rooms += [m.result for m in maxima]
+        own = [_with_names(s, tile_level) for s in ours]
+        shared = self._statements(own)
+        needed = _names_read(rest) | {v.name for v in program.results}
+        values = [v for v in _values(program) if v.name in tile_level and v.name in needed]
+        body = [f"const {TYPES[v.dtype]} {v.name} = splat<{TYPES[v.dtype]}>(g_{v.name}[tile - group]);" for v in values]
+        body += [*self._read(program, _everything(program), more), *self._statements(rest), *last]
+        return [
+            *of_part,
+            "        for (long group = begin; group < end; group += LANES) {",
+            "            const long stop = group + LANES < end ? group + LANES : end;",
+            *(f"            {TYPES[v.dtype]} g_{v.name} = {{}};" for v in rooms),
+            *self._over_tiles(look, "group", "stop"),
+            *("            " + line for line in shared),
+            *self._over_tiles(body, "group", "stop"),
+            "        }",
+        ]
 
     def _write(self, results: tuple[Value, ...]) -> list[str]:
         lines = []
@@ -168,9 +215,7 @@ class _Source:
         return lines
 
     def _simple(self) -> list[str]:
-        self.printer.begin()
-        body = [*self._read(self.each), *self._statements(self.each), *self._write(self.each.results)]
-        return self._over_tiles(body, "begin", "end")
+        return self._pass(self.each, self._write(self.each.results))
 
     def _over_tiles(self, body: list[str], begin: str, end: str) -> list[str]:
         """Tiles that are full first, without a question for each number."""
@@ -189,23 +234,24 @@ class _Source:
 
     def _loop(self) -> list[str]:
         assert self.finish is not None
-        self.printer.begin()
         sums = [f"sums[tile - begin][{i}]" for i in range(len(self.each.results))]
-        read = [*self._read(self.each, " + message * message_stride"), *self._statements(self.each)]
-        values = [self.printer.argument(v, torch.float32) for v in self.each.results]
+        values = [v.name for v in self.each.results]
         first = [f"{s} = {v};" for s, v in zip(sums, values, strict=True)]
         more = [f"{s} = {s} + {v};" for s, v in zip(sums, values, strict=True)]
-        self.printer.begin()
         own = [f"const f32 {v.name} = {s};" for s, v in zip(sums, self.finish.elements, strict=True)]
-        done = [*own, *self._statements(self.finish), *self._write(self.finish.results)]
+        there = " + message * message_stride"
+        first_pass, next_pass = self._pass(self.each, first, there), self._pass(self.each, more, there)
+        self.printer.begin()
+        done = [*own, *self._statements(self.finish.statements), *self._write(self.finish.results)]
         return [
             f"        f32 sums[{self.tiles}][{len(sums)}];",
             "        {",
             "        const long message = 0;",
-            *self._over_tiles([*read, *first], "begin", "end"),
+            *first_pass,
             "        }",
-            "        for (long message = 1; message < messages; message++)",
-            *self._over_tiles([*read, *more], "begin", "end"),
+            "        for (long message = 1; message < messages; message++) {",
+            *next_pass,
+            "        }",
             *self._over_tiles(done, "begin", "end"),
         ]
 
@@ -215,3 +261,53 @@ class _Source:
             f"raise_to(maxima + {i} * parts + part, top); }}"
             for i in range(self.what.maxima)
         ]
+
+
+def _levels(what: PartsFunction, program: Program) -> dict[str, list[Statement]]:
+    """The statements by what their results belong to: a part (of which there are numbers and loads), a tile, or each lane."""
+    level = {v.name: s.of for s, v in zip(what.loads, program.elements, strict=False)}
+    found: dict[str, list[Statement]] = {"part": [], "tile": [], "lane": []}
+    for s in program.statements:
+        read = {level.get(a.name, "part") for a in s.arguments if isinstance(a, Value)}
+        if s.operation == "amax":
+            own = "tile"
+        else:
+            own = "lane" if s.operation == "index" or "lane" in read else "tile" if "tile" in read else "part"
+        level[s.result.name] = own
+        found[own].append(s)
+    return found
+
+
+def _closure(program: Program, names: Sequence[str], tile_level: set[str]) -> set[str]:
+    """These values and everything that they are computed from."""
+    made_by = {s.result.name: s for s in program.statements}
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            assert name not in tile_level, "a maximum over what follows from another maximum"
+            found.add(name)
+            waiting += [a.name for a in made_by[name].arguments if isinstance(a, Value)] if name in made_by else []
+    return found
+
+
+def _with_names(s: Statement, tile_level: set[str]) -> Statement:
+    """The same on vectors of tiles."""
+
+    def new(value: Any) -> Any:
+        return Value(f"g_{value.name}", value.dtype) if isinstance(value, Value) and value.name in tile_level else value
+
+    return Statement(s.operation, new(s.result), tuple(new(a) for a in s.arguments), s.operand)
+
+
+def _names_read(statements: Sequence[Statement]) -> set[str]:
+    return {a.name for s in statements for a in s.arguments if isinstance(a, Value)}
+
+
+def _values(program: Program) -> list[Value]:
+    return [*program.elements, *(s.result for s in program.statements)]
+
+
+def _everything(program: Program) -> set[str]:
+    return {v.name for v in program.elements}
