@@ -9,9 +9,8 @@ from torch import nn
 
 import lowp
 from lowp.formats import FORMATS
-from lowp.wire.codec import codec_of
+from lowp.wire.codec import check_format, codec_of
 from lowp.wire.exchange import _all_largest, _largest
-from lowp.wire.codec import check_format
 from lowp.wire.reductions import REDUCTIONS
 from lowp.wire.scaling import SCALES
 from waiting import no_host_waits

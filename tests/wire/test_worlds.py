@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from lowp.formats import FORMATS
-from lowp.wire.compressor import Compressor
 from lowp.wire.codec import check_format
+from lowp.wire.compressor import Compressor
 from lowp.wire.reductions import REDUCTIONS
 from lowp.wire.scaling import SCALES
 from lowp.wire.settings import Settings

@@ -82,9 +82,9 @@ def _times(communicator: Communicator, settings: Settings, device: torch.device)
 def _reduce(numbers: Tensor, layer: Layer, settings: Settings, communicator: Communicator) -> None:
     meter, scheduler = Meter(), ChunkScheduler()
     link, state = communicator.link, State()
-    BucketExchange(numbers, Bucket.of((layer,)), settings, best_for(link.world), link, state, meter, False, lambda marks: None).start(
-        scheduler
-    )
+    BucketExchange(
+        numbers, Bucket.of((layer,)), settings, best_for(link.world), link, state, meter, False, lambda marks: None
+    ).start(scheduler)
     scheduler.run()
 
 

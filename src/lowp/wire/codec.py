@@ -14,7 +14,7 @@ Codes of less than a byte are packed in groups of g * 16 codes, where g codes fi
 t of a group has bits of its codes t, 16 + t, 32 + t ... So vectors of 16 numbers become vectors of 16 bytes without a shuffle.
 
 `PartLayout` says where each of these lies, `wire_bytes` how long a part is: nothing else computes that. `encode` and `decode`
-here are plain torch operations on one part. part_kernels.py does the same to all parts of a message at once; the bytes are equal.
+here are plain torch operations on one part. part_kernels.py does the same to all parts of a message at once, with equal bytes.
 """
 
 import math

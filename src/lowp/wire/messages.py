@@ -7,21 +7,25 @@ message of a bucket and kept (`Rules.messages`).
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp.tensor import kernels
-from lowp.tensor.lists.parts import PartsFunction, PartTable
 from lowp.tensor.lists.parts import Kernel as PartsKernel
+from lowp.tensor.lists.parts import PartsFunction, PartTable
 from lowp.tensor.noise import Domain, Noise, key_columns, words_of
-from lowp.wire import scaling
 from lowp.wire.codec import Codec, PartLayout
 from lowp.wire.part_kernels import decode_function, encode_function, measure_function, round_function
 from lowp.wire.plan import Part, Shard
 
 Noises = Callable[[Part], Noise]
+_FUNCTIONS: dict[str, Callable[..., PartsFunction | None]] = {
+    "encode": encode_function,
+    "decode": decode_function,
+    "round": round_function,
+}
 
 
 class Segment(NamedTuple):
@@ -70,7 +74,9 @@ class Group:
 
     def headers(self, device: torch.device) -> Tensor:
         """Where the header bytes lie; of a part with several, one after the other."""
-        return self._constant("headers", (at for first, count in self._header_spans for at in range(first, first + count)), device)
+        return self._constant(
+            "headers", (at for first, count in self._header_spans for at in range(first, first + count)), device
+        )
 
     def header_owners(self, device: torch.device) -> Tensor:
         """The part, among all, of each header byte."""
@@ -80,19 +86,38 @@ class Group:
     @cached_property
     def _header_spans(self) -> list[tuple[int, int]]:
         codec = self.codec
-        return [
-            (s.begin + PartLayout.of(codec, s.part.size).header, codec.header_bytes(s.part.size)) for s in self.segments
-        ]
+        return [(s.begin + PartLayout.of(codec, s.part.size).header, codec.header_bytes(s.part.size)) for s in self.segments]
 
     @cached_property
     def elements(self) -> int:
         return sum(segment.part.size for segment in self.segments)
+
+    def function(self, kind: str, *arguments: Any) -> PartsFunction | None:
+        """Found again without a look at all of a codec."""
+        if (kind, arguments) not in self._functions:
+            self._functions[kind, arguments] = _FUNCTIONS[kind](self.codec, *arguments)
+        return self._functions[kind, arguments]
+
+    @cached_property
+    def _functions(self) -> dict[Any, PartsFunction | None]:
+        return {}
 
     def kernel(self, function: PartsFunction | None, device: torch.device) -> PartsKernel | None:
         if function is None or not self.segments or device.type == "meta":
             return None
         # Plain operations are for a CPU and few numbers. Elsewhere each would be a launch.
         return function.kernel(device, self.elements if device.type == "cpu" else kernels.SMALL)
+
+    def measure(self, numbers: Tensor, kinds: tuple[bool, bool]) -> Tensor | None:
+        """The largest magnitudes of the parts, and (or) the largest finite ones; None if nothing is asked for."""
+        if not any(kinds):
+            return None
+        kernel = self.kernel(measure_function(numbers.dtype, kinds), numbers.device)
+        if kernel is None:
+            return torch.stack([_measured(numbers[s.start : s.start + s.part.size], kinds) for s in self.segments], 1)
+        maxima = torch.zeros(sum(kinds), len(self.segments), dtype=torch.int32, device=numbers.device)
+        kernel(numbers, None, self.table(numbers.device), maxima=maxima)
+        return maxima
 
     def keys(self, noises: Noises, device: torch.device) -> Tensor:
         """The keys of the parts' noise, int32 [KEY_SIZE, parts]."""
@@ -166,20 +191,7 @@ class Messages:
 
     def measure(self, numbers: Tensor, wanted: "Callable[[Codec], tuple[bool, bool]]") -> "list[Tensor | None]":
         """For each group, the largest magnitudes of its parts that are wanted: bits of float32, int32 [wanted, parts]."""
-        found: list[Tensor | None] = []
-        for group in self.groups:
-            kinds = wanted(group.codec)
-            if not any(kinds):
-                found.append(None)
-                continue
-            kernel = group.kernel(measure_function(numbers.dtype, kinds), numbers.device)
-            if kernel is not None:
-                maxima = torch.zeros(sum(kinds), len(group.segments), dtype=torch.int32, device=numbers.device)
-                kernel(numbers, None, group.table(numbers.device), maxima=maxima)
-            else:
-                maxima = torch.stack([_measured(numbers[s.start : s.start + s.part.size], kinds) for s in group.segments], 1)
-            found.append(maxima)
-        return found
+        return [group.measure(numbers, wanted(group.codec)) for group in self.groups]
 
     def encode(
         self,
@@ -198,14 +210,14 @@ class Messages:
         device = numbers.device
         for place, group in enumerate(self.groups):
             codec = group.codec
-            kernel = group.kernel(encode_function(codec, numbers.dtype), device)
+            kernel = group.kernel(group.function("encode", numbers.dtype), device)
             if kernel is None:
                 self._encode_plainly(group, numbers, out, factors, peaks, noises)
                 continue
             known: list[Tensor] = []
             if any(codec.measures):
                 found = None if maxima is None else maxima[place]
-                measured = self.measure(numbers, lambda c, mine=codec: c.measures if c == mine else (False, False))[place] if found is None else found  # type: ignore[misc]
+                measured = group.measure(numbers, codec.measures) if found is None else found
                 assert measured is not None
                 known.append(measured)
             if codec.sends_peaks:
@@ -251,7 +263,8 @@ class Messages:
         device, found = out.device, []
         for group in self.groups:
             kinds = (False, False) if wanted is None else wanted(group.codec)
-            kernel = group.kernel(decode_function(group.codec, out.dtype, kinds, divisor != 1), device)
+            function = group.function("decode", out.dtype, kinds, divisor != 1)
+            kernel = group.kernel(function, device)
             maxima = torch.zeros(sum(kinds), len(group.segments), dtype=torch.int32, device=device) if any(kinds) else None
             found.append(maxima)
             if kernel is None:
@@ -295,7 +308,7 @@ class Messages:
         """What sending and receiving would make of float32 numbers, in place, for elementwise codecs."""
         device = numbers.device
         for group in self.groups:
-            kernel = group.kernel(round_function(group.codec), device)
+            kernel = group.kernel(group.function("round"), device)
             if kernel is None:
                 for _, part, start, _, _ in group.segments:
                     own = numbers[start : start + part.size]
@@ -312,8 +325,3 @@ def _measured(numbers: Tensor, kinds: tuple[bool, bool]) -> Tensor:
     finite = torch.where(magnitude < 0x7F800000, magnitude, torch.zeros_like(magnitude))
     asked = [each for each, wants in zip((magnitude, finite), kinds, strict=True) if wants]
     return torch.stack([each.amax() if each.numel() else each.new_zeros(()) for each in asked])
-
-
-def bounds_of(maxima: Tensor, world: int) -> Tensor:
-    """The bytes of `aps` from bits of the largest magnitudes."""
-    return scaling.bound_bytes(maxima.view(torch.float32), world)

@@ -69,9 +69,7 @@ def _block_program(codec: Codec) -> BlockProgram | None:
 
 
 def _numbers(shape: _Shape, dtype: torch.dtype) -> tuple[Stream, ...]:
-    return tuple(
-        Stream(dtype, NUMBERS, shape.tile, LANES * v, LANES * v, unit=dtype.itemsize) for v in shape.vectors
-    )
+    return tuple(Stream(dtype, NUMBERS, shape.tile, LANES * v, LANES * v, unit=dtype.itemsize) for v in shape.vectors)
 
 
 def _codes(shape: _Shape) -> tuple[Stream, ...]:
@@ -284,7 +282,9 @@ def _block_codes(
 
 
 @lru_cache(maxsize=1024)
-def decode_function(codec: Codec, dtype: torch.dtype, wanted: tuple[bool, bool] = (False, False), divides: bool = False) -> PartsFunction | None:
+def decode_function(
+    codec: Codec, dtype: torch.dtype, wanted: tuple[bool, bool] = (False, False), divides: bool = False
+) -> PartsFunction | None:
     """Sums of messages in float32, times the first number of the layer, divided (`divides`) by the second; in `dtype`.
 
     `wanted` are maxima of these sums, as for `measure_function`.
@@ -330,9 +330,7 @@ def decode_function(codec: Codec, dtype: torch.dtype, wanted: tuple[bool, bool] 
         return [*(number.to(dtype) for number in found), *_maxima(found, wanted)]
 
     tables = () if value is None else value.tables
-    return PartsFunction(
-        each, tuple(loads), _numbers(shape, dtype), shape.tile, 0, 1 + divides, tables, sum(wanted), finish
-    )
+    return PartsFunction(each, tuple(loads), _numbers(shape, dtype), shape.tile, 0, 1 + divides, tables, sum(wanted), finish)
 
 
 def _loaded(stored: Sequence[Tensor], shape: _Shape) -> list[Tensor]:
@@ -376,9 +374,7 @@ def round_function(codec: Codec) -> PartsFunction:
         return [operation(x, tables, key) for x in read]
 
     streams = tuple(Stream(torch.int32, NUMBERS, _MEASURED, LANES * v, LANES * v, unit=4) for v in range(_MEASURED // LANES))
-    return PartsFunction(
-        each, streams, streams, _MEASURED, KEY_SIZE if codec.stochastic else 0, tables=operation.tables
-    )
+    return PartsFunction(each, streams, streams, _MEASURED, KEY_SIZE if codec.stochastic else 0, tables=operation.tables)
 
 
 @lru_cache(maxsize=16)

@@ -115,7 +115,7 @@ class Rules:
         return torch.empty(self.length(shard, stage), dtype=torch.uint8, device=device)
 
     def write(self, load: Load, shard: Shard, stage: Stage, actor: int, out: Tensor | None = None) -> Tensor:
-        """A shard's message, in `out` where that is given. `actor` is the rank or node that rounds: each draws its own noise."""
+        """A shard's message, in `out` where that is given. `actor` is the rank or node that rounds; each has its own noise."""
         messages = self.messages(shard, stage)
         message = self.room(shard, stage, load.numbers.device) if out is None else out
         noisy = Stage.SENT if stage == Stage.PARTIAL else stage

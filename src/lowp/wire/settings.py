@@ -9,9 +9,8 @@ from torch import Size
 from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
-from lowp.wire.codec import Codec, codec_of
+from lowp.wire.codec import Codec, check_format, codec_of
 from lowp.wire.naming import last_layer
-from lowp.wire.codec import check_format
 from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions import reduction_of
 from lowp.wire.reductions.base import Reduction, default_accumulate

@@ -1,7 +1,8 @@
 """One function over all parts of a bucket in one call: `PartsFunction` is the function, `PartTable` says where the parts lie.
 
 A part is a stretch of numbers (say, what one layer has in a message) and the bytes that belong to it. It is worked on in tiles.
-A tile is a few vectors of 16 numbers (`LANES`); the function is written for one tile, in torch operations on its vectors. It runs as
+A tile is a few vectors of 16 numbers (`LANES`). The function is written for one tile, in torch operations on its vectors. It
+runs as
 
 - one C++ loop over all tiles of all parts on a CPU (parts_cpp.py),
 - one Triton launch over them on CUDA (parts_triton.py),
@@ -10,8 +11,8 @@ A tile is a few vectors of 16 numbers (`LANES`); the function is written for one
 Two forms:
 
 1. `each` alone: loads -> stores, e.g. numbers -> bytes of a message.
-2. `each` and `finish`, for `messages` messages of one layout: `each` turns a message's loads into sums' addends; these are added
-   in the order of the messages, in float32; `finish` turns the sums into stores.
+2. `each` and `finish`, for `messages` messages of one layout: `each` turns a message's loads into addends; these are added in
+   the order of the messages, in float32; `finish` turns the sums into stores.
 """
 
 from collections.abc import Callable, Sequence
@@ -159,10 +160,6 @@ class PartTable:
     def items(self, tile: int, tiles: int) -> Tensor:
         """(part, first tile) of stretches of `tiles` tiles: int32 [items, 2]."""
         if (tile, tiles) not in self._items:
-            found = [
-                (part, first)
-                for part, row in enumerate(self.rows)
-                for first in range(0, -(-row[COUNT] // tile), tiles)
-            ]
+            found = [(part, first) for part, row in enumerate(self.rows) for first in range(0, -(-row[COUNT] // tile), tiles)]
             self._items[tile, tiles] = torch.tensor(found, dtype=torch.int32).reshape(-1, 2).to(self.device)
         return self._items[tile, tiles]

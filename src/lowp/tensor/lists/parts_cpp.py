@@ -138,7 +138,9 @@ class _Source:
         lines = []
         for i, (s, v) in enumerate(zip(self.what.loads, program.elements, strict=True)):
             if s.of == "part":
-                lines.append(f"const {TYPES[s.dtype]} {v.name} = splat<{TYPES[s.dtype]}>(*({self._address(f'in{i}', s, more)}));")
+                lines.append(
+                    f"const {TYPES[s.dtype]} {v.name} = splat<{TYPES[s.dtype]}>(*({self._address(f'in{i}', s, more)}));"
+                )
         return ["        " + line for line in (*lines, *self._statements(_levels(self.what, program)["part"]))]
 
     def _room(self, s: Stream) -> str:

@@ -5,8 +5,6 @@ A program works on one item: `ROWS` tiles of one part. Every vector of a tile is
 Multiplications and additions are not fused, divisions are correctly rounded: the same bits as on a CPU.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 

@@ -249,9 +249,7 @@ def scaled(source: Tensor, chunk: Chunk, factors: Tensor | None, divisor: int = 
 def peaks_of(messages: Messages, source: Tensor, world: int) -> Tensor:
     """The header byte of each part, where the codec does not make its own: how large the rank's numbers are."""
     peaks = torch.zeros(messages.parts, dtype=torch.uint8, device=source.device)
-    for group, maxima in zip(
-        messages.groups, messages.measure(source, lambda codec: (codec.sends_peaks, False)), strict=True
-    ):
+    for group, maxima in zip(messages.groups, messages.measure(source, lambda codec: (codec.sends_peaks, False)), strict=True):
         if maxima is not None:
             peaks[group.indices(source.device)] = scaling.bound_bytes(maxima[0].view(torch.float32), world)
     return peaks

@@ -118,7 +118,7 @@ class Hierarchical(Reduction):
 
 def _through_leaders(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
     """1. Members send to their leader, which adds in rank order. 2. Leaders form a ring. 3. Leaders hand out the totals."""
-    me, rules = job.link.rank, job.rules
+    me = job.link.rank
     node = next(node for node in nodes if me in node)
     leader, shards = node[0], range(len(job.chunk.shards))
     totals = job.totals()
@@ -149,7 +149,7 @@ def _through_shards(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
     3. Between: it encodes the total and sends it to the other holders of j.
     4. Inside: holders hand the totals out, as the same bytes.
     """
-    me, rules = job.link.rank, job.rules
+    me = job.link.rank
     here = next(number for number, node in enumerate(nodes) if me in node)
     columns = len(job.chunk.shards) // len(nodes)
 

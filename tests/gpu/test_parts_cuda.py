@@ -1,0 +1,23 @@
+"""Messages on a GPU: kernels over all parts, in Triton, give the bytes of the codec's own operations on a CPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "wire"))
+from test_part_kernels import MORE, WITH_KERNEL, check, policy  # noqa: F401
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("format", "rounding", "scale"), WITH_KERNEL + MORE)
+def test_kernels_give_the_bytes_of_a_cpu(policy, format, rounding, scale):  # noqa: F811
+    check(format, rounding, scale, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("format", ["e5m2", "mxfp4"])
+def test_sixteen_bit_gradients(policy, format, dtype):  # noqa: F811
+    check(format, "nearest", "aps", dtype, "cuda")

@@ -1,0 +1,107 @@
+"""Kernels over all parts of a message give the bytes of the codec's own operations, which work part by part."""
+
+import pytest
+import torch
+
+from lowp.tensor.kernels import building, set_kernel_policy
+from lowp.wire.codec import codec_of
+from lowp.wire.messages import Messages
+from lowp.wire.part_kernels import encode_function
+from lowp.wire.plan import Layer, chunks_of
+from lowp.wire.rules import wanted_of_total
+
+SIZES = (1, 7, 16, 33, 1000, 0, 2049)
+WITH_KERNEL = [  # format, rounding, scale: every way to pack, every kind of header
+    ("e5m2", "nearest", "aps"),
+    ("e4m3fn", "nearest", "local"),
+    ("e2m1fn", "nearest", "block:32"),
+    ("e5m4", "nearest", "none"),
+    ("e3m0", "stochastic", "local"),
+    ("fp32", "nearest", "none"),
+    ("mxfp4", "nearest", "local"),
+    ("nvfp4", "nearest", "none"),
+]
+MORE = [
+    (format, rounding, scale)
+    for format in ("e5m2", "e4m3fn", "e2m1fn", "int4", "int8", "e3m2fn", "e5m4", "fp16", "bf16", "fp32", "posit8", "nf4")
+    for rounding in ("nearest", "stochastic")
+    for scale in ("none", "local", "block:16", "block:64")
+] + [
+    (format, "nearest", scale) for format in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxint8") for scale in ("none", "local")
+]
+
+
+def numbers_of(count, dtype=torch.float32):
+    """Numbers of many magnitudes, both zeros, subnormals."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, generator=generator) * torch.randn(count, generator=generator).mul(6).exp()
+    x[::7], x[1::11], x[2::13] = 0.0, -0.0, 1e-42
+    return x.to(dtype)
+
+
+def cut(codec, shards=3):
+    layers = tuple(Layer(str(i), size, codec, i) for i, size in enumerate(SIZES))
+    (chunk,) = chunks_of(layers, shards, (1 << 20, 700))
+    return Messages(chunk.shards, lambda part: part.codec, [shard.start for shard in chunk.shards])
+
+
+def work(codec, x, messages, device, noises):
+    """The bytes of three ranks, their sum and its maxima, and the largest header bytes: everything back on the CPU."""
+    x = x.to(device)
+    factors = torch.tensor([2.0**i for i in range(len(SIZES))], device=device) if codec.scale.shared else None
+    peaks = torch.arange(messages.parts, device=device).to(torch.uint8)
+    buffer = torch.zeros(3, messages.length, dtype=torch.uint8, device=device)
+    for rank in range(3):
+        own = x.roll(rank) if rank else x
+        messages.encode(own, buffer[rank], factors, peaks, noises)
+    total = torch.zeros(x.numel(), dtype=torch.float32, device=device)
+    flat = buffer.view(-1)
+    maxima = messages.decode(flat, total, None, 3, 3, messages.length, wanted_of_total)
+    found = [buffer, total.view(torch.int32), messages.peaks(flat, 3, messages.length), *(m for m in maxima if m is not None)]
+    return [each.cpu() for each in found]
+
+
+@pytest.fixture
+def policy():
+    yield
+    set_kernel_policy("auto")
+
+
+def check(format, rounding, scale, dtype=torch.float32, device="cpu"):
+    import lowp
+
+    codec = codec_of(format, rounding, scale)
+    assert encode_function(codec, dtype) is not None, "there is no kernel"
+    x, messages = numbers_of(sum(SIZES), dtype), cut(codec)
+
+    def noises(part):
+        return lowp.Noise(3, 4, part.number, part.start)
+
+    set_kernel_policy("never")
+    plain = work(codec, x, messages, "cpu", noises)
+    set_kernel_policy("auto")
+    with building():
+        printed = work(codec, x, messages, device, noises)
+    for left, right in zip(plain, printed, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize(("format", "rounding", "scale"), WITH_KERNEL)
+def test_kernels_give_the_same_bytes(policy, format, rounding, scale):
+    check(format, rounding, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_gradients(policy, dtype):
+    check("e5m2", "nearest", "aps", dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("format", "rounding", "scale"), MORE)
+def test_more_kernels_give_the_same_bytes(policy, format, rounding, scale):
+    check(format, rounding, scale)
+
+
+def test_what_has_no_kernel_is_done_part_by_part(policy):
+    for format, scale in (("topk:.1", "local"), ("e4m3fn", "block:24"), ("e4m3fn", "block:1024")):
+        assert encode_function(codec_of(format, "nearest", scale), torch.float32) is None
