@@ -26,7 +26,7 @@ class Job:
 
     @property
     def plan(self) -> dict:
-        return {"interface": self.topology.interface, "cases": self.cases}
+        return {"interface": self.topology.interface, "device": "cpu", "cases": self.cases}
 
     def estimate(self) -> float:
         return START_SECONDS + sum(self._case_seconds(case) for case in self.cases)

@@ -1,14 +1,13 @@
 """The command line of benchmarks/wire.py: makes the links one after the other, and runs what was asked for on each."""
 
 import argparse
-import signal
 import sys
 import time
 from pathlib import Path
 
 from benchmarks.links.namespaces import LOOPBACK, CannotShapeError, bits_per_second, check_able, network
 from benchmarks.links.plan import Job, jobs
-from benchmarks.links.processes import RATE_TOLERANCE, RanksFailedError, measured_rate, run_ranks
+from benchmarks.links.processes import RATE_TOLERANCE, RanksFailedError, end_on_sigterm, measured_rate, run_ranks
 from benchmarks.links.report import Report
 from rich.console import Console
 
@@ -26,7 +25,7 @@ def main() -> None:
     except CannotShapeError as error:
         print(f"benchmarks/wire.py: {error}", file=sys.stderr)
         sys.exit(CANNOT_RUN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, so that namespaces are removed
+    end_on_sigterm()
     todo = jobs(options)
     console.print(f"{len(todo)} links, about {sum(job.estimate() for job in todo) / 60:.0f} minutes")
     report = Report(" ".join(sys.argv[1:]) or "none")
