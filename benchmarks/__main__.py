@@ -6,8 +6,7 @@ python -m benchmarks NAME [--quick] [--out DIR]     one of them; NAME --help sho
 
 import ast
 import difflib
-import os
-import runpy
+import importlib
 import sys
 from pathlib import Path
 
@@ -27,11 +26,14 @@ NAMES = (
 )
 
 
+def module_of(name: str) -> str:
+    return name if (FOLDER / f"{name}.py").exists() else f"{name}.__main__"
+
+
 def summary(name: str) -> str:
     """The first line of the benchmark's docstring, read without importing it: torch takes seconds."""
-    module, package = FOLDER / f"{name}.py", FOLDER / name / "__main__.py"
-    text = ast.get_docstring(ast.parse((module if module.exists() else package).read_text())) or ""
-    return text.splitlines()[0]
+    path = FOLDER / f"{module_of(name).replace('.', '/')}.py"
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 
 def main(words: list[str]) -> None:
@@ -46,9 +48,8 @@ def main(words: list[str]) -> None:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         sys.exit(f"there is no benchmark {name!r}{hint} The names are: {', '.join(NAMES)}")
     sys.argv = [f"benchmarks {name}", *options]
-    # A script's folder comes first on the path; the processes that benchmarks start find the package by its parent folder
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(FOLDER.parent), os.environ.get("PYTHONPATH"))))
-    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=False)
+    # Imported, not run as `__main__`: processes that it starts must find its functions
+    importlib.import_module(f"benchmarks.{module_of(name)}").main()
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ def facts_of(device: str, threads: int | None = None) -> dict[str, Any]:
 
 
 def _words() -> list[str]:
-    """The command line after `python -m`, whether the harness started the module or Python did."""
+    """The command line after `python -m`, whether `python -m benchmarks` started the benchmark or its module was run."""
     first, *options = sys.argv
-    return [*first.split(), *options] if first.startswith("benchmarks ") else [f"benchmarks {Path(first).stem}", *options]
+    return [*first.split(), *options] if first.startswith("benchmarks ") else ["benchmarks", Path(first).stem, *options]
 
 
 def take_turns(contenders: Iterable[str], rounds: int, measure: Callable[[str], float]) -> Rounds:

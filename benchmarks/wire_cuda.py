@@ -2,7 +2,7 @@
 
     python -m benchmarks wire_cuda --quick                        parts step, bucket and collective: about 3 minutes
     python -m benchmarks wire_cuda --part collective --ranks 2    one part
-    python -m benchmarks wire_cuda --only 'e5m2|mxfp4'            contenders whose name matches; what they are compared with runs
+    python -m benchmarks wire_cuda --only 'e5m2|mxfp4'            contenders whose name matches, and what they are compared with
     python -m benchmarks wire_cuda --smoke                        everything tiny, gloo on the CPU: does it run?
 
     step         one rank: forward and backward under bf16 autocast with DDP, without a hook, with torch's fp16 hook, and lowp's

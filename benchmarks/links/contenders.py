@@ -69,6 +69,7 @@ COLLECTIVES: dict[str, Collective] = {
     HIERARCHICAL: _lowp("e5m2", "aps", "hierarchical(2)"),
 }
 NEEDS_NODES = (HIERARCHICAL,)  # run only where a node has several ranks
+QUICK = (BASE, HALF, *EIGHT_BITS[:2], *(name for name in FOUR_BITS if name.endswith(" local")))  # with --quick
 
 
 def expected_bytes(name: str, elements: int, ranks: int, report: object) -> float | None:

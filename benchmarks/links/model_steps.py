@@ -53,9 +53,10 @@ def ddp_step(model: str, contender: str, samples: int, device: torch.device) -> 
 
 
 def fsdp_step(model: str, contender: str, samples: int, device: torch.device) -> Step:
-    import lowp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
+    import lowp
 
     net: nn.Module = on_device(model, device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Model:
-    """`make` builds the module on a device, `batch` its inputs and targets; `loss` is of the module, the inputs and the targets."""
+    """`make` builds the module, `batch` its inputs and targets; `loss` is of the module, the inputs and the targets."""
 
     title: str
     make: Callable[[], nn.Module]

@@ -1,1 +1,0 @@
-"""Benchmarks, by name: `python -m benchmarks NAME [--quick] [--out DIR]`. README.md beside this says what each measures."""
