@@ -68,13 +68,13 @@ def _bucket(name: str, flat: Tensor, clock: Clock) -> dict:
     for _ in range(3):
         call()
     host = [call() for _ in range(CALLS)]
-    activities = [ProfilerActivity.CUDA] if clock.device.type == "cuda" else [ProfilerActivity.CPU]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if clock.device.type == "cuda" else [])]
     with profile(activities=activities) as seen:
         for _ in range(PROFILED):
             call()
         clock.wait()
     compressor.close()
-    kernels = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    kernels = [e for e in seen.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     device = sum(event.time_range.elapsed_us() for event in kernels) / PROFILED / 1e6
     scale = settings.get("scale", "local")
     code = WIRE_BYTES[fmt]

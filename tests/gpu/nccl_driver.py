@@ -2,8 +2,8 @@
 
 `run(cases, world, backend)` starts one process a rank, lets all of them call `case.function(device, *case.arguments)` for each
 case in order, and returns what each rank returned. Starting a process costs ten seconds on a machine with a GPU, so one start
-serves many cases. A case that raises ends its world, since the other ranks may wait for this one: the cases after it run in a
-new world.
+serves many cases. A case that raises, or in which all ranks are silent for too long, ends its world: the cases after it run in
+a new world, those of the same kind last.
 
 NCCL refuses two ranks on one GPU of one host. A host is recognised by NCCL_HOSTID if that is set: each process has another one,
 and all messages go through sockets on the loopback interface.
@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-RESTARTS = 3  # worlds that are started again after a case that failed
+RESTARTS = 5  # worlds that are started again after a case that failed
+START_SECONDS = 60.0  # to import torch, and to meet
 EXIT_SECONDS = 20.0
 
 _context = multiprocessing.get_context("spawn")
@@ -38,6 +39,7 @@ class Case:
     name: str
     function: Callable[..., Any]
     arguments: tuple = ()
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class World:
     backend: str  # "nccl": all on GPU 0; "gloo": on the CPU
     timeout: float = 200  # seconds for all cases together
     group_timeout: float = 60  # seconds for one collective
+    silence: float = 30  # seconds in which no rank ends a case: they wait for each other
     grace: float = 5  # seconds for what other ranks say about a case that failed on one
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -70,7 +73,8 @@ class World:
             if not remaining:
                 break
             found |= self._attempt(remaining, deadline)
-            remaining = [case for case in remaining if case.name not in found]
+            failed = {case.kind for case in remaining if any(isinstance(v, Failed) for v in found.get(case.name, ()))}
+            remaining = sorted((case for case in remaining if case.name not in found), key=lambda case: case.kind in failed)
         return found | {case.name: [Failed("not run: too many cases before it failed")] * self.size for case in remaining}
 
     def _attempt(self, cases: list[Case], deadline: float) -> dict[str, list[Any]]:
@@ -78,9 +82,11 @@ class World:
         with self._started(cases) as (processes, pipes):
             said: list[dict[str, Any]] = [{} for _ in range(self.size)]
             open_pipes = dict(zip(pipes, range(self.size), strict=True))
-            while open_pipes and time.monotonic() < deadline:
+            patience = time.monotonic() + START_SECONDS
+            while open_pipes and time.monotonic() < min(deadline, patience):
                 for pipe in multiprocessing.connection.wait(list(open_pipes), timeout=0.5):
                     rank = open_pipes[pipe]
+                    patience = time.monotonic() + self.silence
                     try:
                         name, value = pipe.recv()
                     except EOFError:

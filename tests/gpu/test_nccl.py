@@ -7,6 +7,7 @@ the CPU in the ordinary suite.
 
 import fcntl
 import itertools
+import os
 import pickle
 from typing import Any
 
@@ -89,12 +90,14 @@ def on(backend: str, bucket: Bucket) -> bool:
 
 def cases_of(backend: str) -> list[Case]:
     small = {name: bucket for name, bucket in SUMS.items() if on(backend, bucket)}
+    reductions = [Case(name, sums, (bucket, n), bucket.reduction) for n, (name, bucket) in enumerate(small.items())]
     return [
-        *(Case(name, sums, (bucket, number)) for number, (name, bucket) in enumerate(small.items())),
-        *(Case(f"ddp, {name}", ddp_steps, arguments) for name, arguments in DDP.items()),
-        *(Case(f"fsdp, {name}", fsdp_steps, arguments) for name, arguments in FSDP.items()),
-        *(Case(f"not finite, {mode}", not_finite, (mode,)) for mode in NONFINITE),
-        Case("disagreement", disagreement),
+        *(case for case in reductions if case.kind == "two_shot"),
+        *(Case(f"ddp, {name}", ddp_steps, arguments, "ddp") for name, arguments in DDP.items()),
+        *(Case(f"fsdp, {name}", fsdp_steps, arguments, "fsdp") for name, arguments in FSDP.items()),
+        *(Case(f"not finite, {mode}", not_finite, (mode,), "not finite") for mode in NONFINITE),
+        Case("disagreement", disagreement, (), "disagreement"),
+        *(case for case in reductions if case.kind != "two_shot"),
     ]
 
 
@@ -117,9 +120,10 @@ def results(tmp_path_factory, request):
 
     def of(backend: str, world: int, name: str, cases=None, key: str = "cases") -> list[Any]:
         cases = cases_of(backend) if cases is None else cases
-        found = in_one_start(tmp_path_factory, worker, f"{backend}-{world}-{key}", World(world, backend), cases)[name]
+        started = World(world, backend, float(os.environ.get("LOWP_TEST_SECONDS", "250")))
+        found = in_one_start(tmp_path_factory, worker, f"{backend}-{world}-{key}", started, cases)[name]
         failed = {rank: value.why for rank, value in enumerate(found) if isinstance(value, Failed)}
-        assert not failed, "\n".join(f"rank {rank}: {why}" for rank, why in failed.items())
+        assert not failed, f"{name}:\n" + "\n".join(f"rank {rank}: {why}" for rank, why in failed.items())
         return found
 
     return of
@@ -153,7 +157,7 @@ def test_sums_are_those_of_a_virtual_world(results, backend, world, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SUMS_OF_KERNELS)
 def test_kernels_give_the_sums_of_a_virtual_world(results, name):
-    cases = [Case(each, sums, (bucket, number)) for number, (each, bucket) in enumerate(SUMS_OF_KERNELS.items())]
+    cases = [Case(each, sums, (bucket, number), each) for number, (each, bucket) in enumerate(SUMS_OF_KERNELS.items())]
     assert_sums_are_right(results("nccl", 2, name, cases, "kernels"))
 
 
