@@ -9,6 +9,7 @@ NCCL refuses two ranks on one GPU of one host. A host is recognised by NCCL_HOST
 and all messages go through sockets on the loopback interface.
 """
 
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 RESTARTS = 5  # worlds that are started again after a case that failed
+READY = ""  # the name of the first report: the ranks have met
 START_SECONDS = 60.0  # to import torch, and to meet
 EXIT_SECONDS = 20.0
 
@@ -58,7 +60,7 @@ class World:
     timeout: float = 200  # seconds for all cases together
     group_timeout: float = 60  # seconds for one collective
     silence: float = 30  # seconds in which no rank ends a case: they wait for each other
-    grace: float = 5  # seconds for what other ranks say about a case that failed on one
+    grace: float = 6  # seconds for what other ranks say about a case that failed on one
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -96,7 +98,7 @@ class World:
                         if missing:
                             said[rank][missing[0]] = Failed(f"the process ended with exit code {processes[rank].exitcode}")
                     else:
-                        said[rank][name] = value
+                        said[rank] |= {name: value} if name != READY else {}
                 failed = {name for values in said for name, value in values.items() if isinstance(value, Failed)}
                 if failed:
                     deadline = min(deadline, time.monotonic() + self.grace)
@@ -156,9 +158,12 @@ def _rank(rank: int, world: World, port: int, cases: list[Case], pipe: Any) -> N
             world_size=world.size,
             timeout=timedelta(seconds=world.group_timeout),
         )
+        pipe.send((READY, None))
         for case in cases:
             name = case.name
+            faulthandler.dump_traceback_later(max(1.0, world.silence - 5))  # where a rank waits for ever
             pipe.send((name, case.function(device, *case.arguments)))
+        faulthandler.cancel_dump_traceback_later()
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

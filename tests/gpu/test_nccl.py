@@ -211,7 +211,8 @@ BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 
 
 def survivors_of(backend: str, how: str, environment=None) -> list[Any]:
-    world = World(2, backend, 100, TIMEOUT, TIMEOUT + ROLL_CALL_SECONDS + SLACK, environment or {})
+    patience = TIMEOUT + ROLL_CALL_SECONDS + SLACK
+    world = World(2, backend, 100, TIMEOUT, silence=patience, grace=patience, environment=environment or {})
     return world.run([Case("killed", killed, (1, how))])["killed"]
 
 
