@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.harness import RESULTS, facts_of, heading, table, write
-from benchmarks.sixteen_bits import interval
+from benchmarks.harness import RESULTS, facts_of, heading, interval, table, take_turns, write
 from benchmarks.training.clock import step_ms
 
 from lowp.train.cuda_settings import cuda_settings
@@ -133,13 +132,10 @@ def step_times(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     recipes = {name: recipe_of("davidnet", options, precision=MODES[mode], **c) for name, c in CONTENDERS.items()}
     trainers = {name: Trainer(recipe, world, options.data) for name, recipe in recipes.items()}
     any_recipe = next(iter(recipes.values()))  # what follows is the same in all of them
-    times: dict[str, list[float]] = {name: [] for name in trainers}
     with cuda_settings(any_recipe, world.device):
         for trainer in trainers.values():
             step_ms(trainer, options.warm_up)
-        for number in range(options.rounds):
-            for name in trainers if number % 2 == 0 else reversed(trainers):
-                times[name].append(step_ms(trainers[name], options.block))
+        times = take_turns(trainers, options.rounds, lambda name: step_ms(trainers[name], options.block))
     memory = torch.cuda.max_memory_allocated() if options.device == "cuda" else None
     for trainer in trainers.values():
         trainer.close()

@@ -20,8 +20,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS, facts_of, heading, table, write
-from benchmarks.sixteen_bits import interval
+from benchmarks.harness import RESULTS, facts_of, heading, interval, table, write
 
 from lowp.train.check import check
 from lowp.train.reading import read_recipe, with_changes

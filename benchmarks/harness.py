@@ -5,10 +5,12 @@ with the figure of another in the same round, and the median of these ratios cou
 """
 
 import json
+import math
 import os
 import platform
 import re
 import shlex
+import socket
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +21,9 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "numpy", "ml_dtypes", "gfloat", "qtorch", "torchvision", "transformers")
+
+# Student's t for 95 %, by degrees of freedom from 1 on
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 Rounds = dict[str, list[float]]  # figures by contender, one a round
 
@@ -74,6 +79,15 @@ def ratio(figures: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(figures, base, strict=True))
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half the width of its 95 % interval (NaN for one value)."""
+    n = len(values)
+    if n < 2:
+        return statistics.fmean(values) if values else math.nan, math.nan
+    t = T_95[n - 2] if n - 2 < len(T_95) else 1.96 + 2.45 / (n - 1)
+    return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(n)
+
+
 def heading(title: str, facts: Mapping[str, Any]) -> list[str]:
     lines = [f"# {facts['machine']}: {title}", ""]
     return lines + [f"- {name}: {f'`{value}`' if name == 'command' else value}" for name, value in facts.items()]
@@ -97,6 +111,12 @@ def write(folder: Path, name: str, facts: Mapping[str, Any], content: Mapping[st
     paths[0].write_text(json.dumps({"facts": dict(facts)} | dict(content), indent=1) + "\n")
     paths[1].write_text("\n".join(lines) + "\n")
     return paths
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def in_a_line(error: BaseException) -> str:

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fashion import finished, verdict
-from benchmarks.harness import RESULTS, facts_of, heading, table, write
-from benchmarks.sixteen_bits import interval
+from benchmarks.harness import RESULTS, facts_of, heading, interval, table, write
 
 from lowp.train.check import check
 from lowp.train.divergence import Diverged

@@ -42,7 +42,6 @@ import lowp
 CARRY = Path(__file__).parents[1] / ".carry"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 UPDATES = ("stochastic", "kahan", "nearest")
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 @dataclass(frozen=True)
@@ -288,15 +287,6 @@ def _trained(job: Job, problem: Problem) -> dict[str, Any]:
 # Figures.
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half the width of its 95 % interval (NaN for one value)."""
-    n = len(values)
-    if n < 2:
-        return statistics.fmean(values) if values else math.nan, math.nan
-    t = T_95[n - 2] if n - 2 < len(T_95) else 1.96 + 2.45 / (n - 1)
-    return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(n)
-
-
 def row_of(task: Task, runs: list[dict[str, Any]], baseline: dict[int, float]) -> dict[str, Any]:
     """One setting: its seeds together, and beside float32."""
     done = [run for run in runs if "metrics" in run]
@@ -306,7 +296,7 @@ def row_of(task: Task, runs: list[dict[str, Any]], baseline: dict[int, float]) -
     if not done:
         return row | {"verdict": "no"}
     names = list(done[0]["metrics"])
-    row["metrics"] = {name: interval([run["metrics"][name] for run in done]) for name in names}
+    row["metrics"] = {name: harness.interval([run["metrics"][name] for run in done]) for name in names}
     for share in ("lost_updates", "lost_by_elements"):
         found = [run[share] for run in done if share in run]
         row[share] = statistics.fmean(found) if found else None
@@ -314,7 +304,7 @@ def row_of(task: Task, runs: list[dict[str, Any]], baseline: dict[int, float]) -
     differences = [run["metrics"][names[0]] - baseline[run["seed"]] for run in done if run["seed"] in baseline]
     if row["weights"] == "fp32" or not differences:
         return row
-    mean, half = row["difference"] = interval(differences)
+    mean, half = row["difference"] = harness.interval(differences)
     margin = task.margin * (abs(statistics.fmean(baseline.values())) if task.relative else 1.0)
     inside = abs(mean) <= margin or abs(mean) <= half
     better = (mean > 0) == task.more_is_better

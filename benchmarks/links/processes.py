@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.harness import free_port
 from benchmarks.links.namespaces import Node, Topology, bits_per_second
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def run_ranks(topology: Topology, nodes: list[Node], plan: dict, timeout: float)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         (Path(folder) / "plan.json").write_text(json.dumps(plan))
-        commands, port = [], PORT if nodes[0].namespace else _free_port()
+        commands, port = [], PORT if nodes[0].namespace else free_port()
         for rank in range(topology.ranks):
             node = nodes[rank // topology.ranks_per_node]
             words = (sys.executable, "-m", "benchmarks.links.rank", f"{folder}/plan.json", str(result))
@@ -60,12 +60,6 @@ def run_ranks(topology: Topology, nodes: list[Node], plan: dict, timeout: float)
                 failed["ranks"] = str(error)
         found = json.loads(result.read_text())
         return found | {"failures": found["failures"] | failed}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def measured_rate(topology: Topology, nodes: list[Node]) -> float:
