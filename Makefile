@@ -6,7 +6,7 @@ RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 GPU_WORKERS ?= 8
 
-.PHONY: setup demo test test-variant test-slow test-gpu lint format bench bench-wire bench-optim bench-train bench-simulate readme clean
+.PHONY: setup demo test test-variant test-slow test-gpu lint format bench readme clean
 
 setup: $(READY)
 
@@ -56,24 +56,11 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# make bench NAME=links OPTIONS=--quick; without a name the operations on numbers. `python -m benchmarks` lists the names.
+NAME ?= operations
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/numbers.py
-
-bench-wire: setup
-	$(BIN)/python benchmarks/wire.py
-
-bench-optim: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/optim.py
-
-bench-train: setup
-	$(BIN)/python benchmarks/train.py
-
-bench-simulate: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/simulate.py
-	$(BIN)/python benchmarks/matmul.py
+	$(BIN)/python -m benchmarks $(NAME) $(OPTIONS)
 
 readme: setup
 	$(BIN)/python -m lowp.cli.readme README.md

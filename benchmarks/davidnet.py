@@ -1,10 +1,10 @@
 """DavidNet on CIFAR-10 with 8 virtual ranks on one GPU: what APS e5m2 does to accuracy, and what simulating ranks costs.
 
-    python benchmarks/davidnet.py --data DIR --out DIR           CPD's setting (recipe `davidnet`, 8 x 512), 24 epochs
-    python benchmarks/davidnet.py --data DIR --recipe davidnet-512 --seeds 3 --sections train     the author's, 8 x 64
-    python benchmarks/davidnet.py --data DIR --sections train --wires fp32 "e5m2 aps" "e5m2 aps sequential"
-    python benchmarks/davidnet.py --sections steps               step times alone
-    python benchmarks/davidnet.py --smoke                        everything tiny, on the CPU: does it run?
+    python -m benchmarks davidnet --data DIR --out DIR           CPD's setting (recipe `davidnet`, 8 x 512), 24 epochs
+    python -m benchmarks davidnet --data DIR --recipe davidnet-512 --seeds 3 --sections train     the author's, 8 x 64
+    python -m benchmarks davidnet --data DIR --sections train --wires fp32 "e5m2 aps" "e5m2 aps sequential"
+    python -m benchmarks davidnet --sections steps               step times alone
+    python -m benchmarks davidnet --quick                        everything tiny, on the CPU: does it run?
 
 `train`: whole runs in float32 (with TF32 products, as the recipe has it) with each of --wires between the ranks: accuracy,
 images/s. In "sequential" every partial sum is rounded too, as CPD does; elsewhere sums are float32 and rounded once.
@@ -19,34 +19,28 @@ in float32 without and with TF32 and under autocast in BF16 and FP16. All three 
 steps each, in changing order; the device is waited for around each block. A ratio is taken within a round; its median counts.
 """
 
-import os
+import argparse
+import gc
+import shutil
+import statistics
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-# As in numbers.py: the repository's root instead of this folder, where `numbers.py` would hide the standard library's
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+import torch
+from benchmarks.harness import RESULTS, facts_of, heading, interval, table, take_turns, write
+from benchmarks.training.clock import step_ms
 
-import argparse  # noqa: E402
-import gc  # noqa: E402
-import shutil  # noqa: E402
-import statistics  # noqa: E402
-import tempfile  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-from benchmarks.sixteen_bits import interval  # noqa: E402
-from benchmarks.training.clock import step_ms  # noqa: E402
-from benchmarks.training.report import RESULTS, facts_of, heading, table, write  # noqa: E402
-
-from lowp.train.cuda_settings import cuda_settings  # noqa: E402
-from lowp.train.reading import read_recipe, with_changes  # noqa: E402
-from lowp.train.recipe import Recipe  # noqa: E402
-from lowp.train.run import run  # noqa: E402
-from lowp.train.trainer import Trainer  # noqa: E402
-from lowp.train.units import share_of_fp32  # noqa: E402
-from lowp.train.world import World  # noqa: E402
+from lowp.train.cuda_settings import cuda_settings
+from lowp.train.reading import read_recipe, with_changes
+from lowp.train.recipe import Recipe
+from lowp.train.run import run
+from lowp.train.trainer import Trainer
+from lowp.train.units import share_of_fp32
+from lowp.train.world import World
 
 BAR = 1.3  # the step of 8 virtual ranks over the one with 8 accumulated micro-batches
 SECTIONS = ("train", "steps")
@@ -79,7 +73,7 @@ Rows = list[dict[str, Any]]
 
 def recipe_of(name: str, options: argparse.Namespace, **changes: Any) -> Recipe:
     recipe = with_changes(read_recipe(name), device=options.device, **changes)
-    if not options.smoke:
+    if not options.quick:
         return recipe
     return with_changes(recipe, batch=8 * RANKS, model={"options": {"width": 4}}, data={"limit": 512}, log={"every": 2})
 
@@ -138,13 +132,10 @@ def step_times(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     recipes = {name: recipe_of("davidnet", options, precision=MODES[mode], **c) for name, c in CONTENDERS.items()}
     trainers = {name: Trainer(recipe, world, options.data) for name, recipe in recipes.items()}
     any_recipe = next(iter(recipes.values()))  # what follows is the same in all of them
-    times: dict[str, list[float]] = {name: [] for name in trainers}
     with cuda_settings(any_recipe, world.device):
         for trainer in trainers.values():
             step_ms(trainer, options.warm_up)
-        for number in range(options.rounds):
-            for name in trainers if number % 2 == 0 else reversed(trainers):
-                times[name].append(step_ms(trainers[name], options.block))
+        times = take_turns(trainers, options.rounds, lambda name: step_ms(trainers[name], options.block))
     memory = torch.cuda.max_memory_allocated() if options.device == "cuda" else None
     for trainer in trainers.values():
         trainer.close()
@@ -182,7 +173,7 @@ def written(options: argparse.Namespace, facts: dict[str, Any], runs: Rows, rows
     lines += train_table(runs) if runs else []
     lines += steps_table(rows) if rows else []
     content = {"runs": runs, "steps": [row | {"ratios": ratios_of(row)} for row in rows]}
-    return lines, write(options.out, f"{options.recipe}-smoke" if options.smoke else options.recipe, facts, content, lines)
+    return lines, write(options.out, f"{options.recipe}-smoke" if options.quick else options.recipe, facts, content, lines)
 
 
 def main() -> None:
@@ -198,13 +189,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--block", type=int, default=6, help="steps in a block")
     parser.add_argument("--warm-up", type=int, default=4, help="steps of each contender before the first round")
-    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU; the figures mean nothing")
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU; the figures mean nothing")
     options = parser.parse_args()
-    options.device = "cpu" if options.smoke else "cuda"
-    if options.smoke:
+    options.device = "cpu" if options.quick else "cuda"
+    if options.quick:
         options.epochs, options.rounds, options.block, options.warm_up = 1, 2, 1, 1
     elif not torch.cuda.is_available():
-        sys.exit("this benchmark is for a GPU; --smoke shows on a CPU that it runs")
+        sys.exit("this benchmark is for a GPU; --quick shows on a CPU that it runs")
     facts, runs, rows = facts_of(options.device), [], []
     began = time.perf_counter()
     if "train" in options.sections:

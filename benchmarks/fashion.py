@@ -1,8 +1,8 @@
 """Fashion-MNIST in float32, with 8-bit gradients, and in 16 bits alone: what is lost, and what travels.
 
-    python benchmarks/fashion.py                       2 real ranks on the CPU, 4 settings x 3 seeds, some 10 minutes
-    python benchmarks/fashion.py --device cuda --data DIR    2 virtual ranks on one GPU, and pure FP16
-    python benchmarks/fashion.py --quick               one epoch of 2,000 samples, one seed: does it run?
+    python -m benchmarks fashion                       2 real ranks on the CPU, 4 settings x 3 seeds, some 10 minutes
+    python -m benchmarks fashion --device cuda --data DIR    2 virtual ranks on one GPU, and pure FP16
+    python -m benchmarks fashion --quick               one epoch of 2,000 samples, one seed: does it run?
 
 The runs are ordinary runs of `lowp train` and lie under runs/fashion/, with their recipes, for `lowp runs` to compare. What is
 finished is not run again, and what was stopped goes on.
@@ -12,28 +12,22 @@ by seed. ± is Student's 95 % interval of the mean. A setting is within noise if
 if its mean difference is at most 0.1 points.
 """
 
-import os
+import argparse
+import statistics
 import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
 
-# As in numbers.py: the repository's root instead of this folder, where `numbers.py` would hide the standard library's
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from benchmarks.harness import RESULTS, facts_of, heading, interval, table, write
 
-import argparse  # noqa: E402
-import statistics  # noqa: E402
-import time  # noqa: E402
-import tomllib  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-from benchmarks.sixteen_bits import interval  # noqa: E402
-from benchmarks.training.report import RESULTS, facts_of, heading, table, write  # noqa: E402
-
-from lowp.train.check import check  # noqa: E402
-from lowp.train.reading import read_recipe, with_changes  # noqa: E402
-from lowp.train.recipe import Recipe  # noqa: E402
-from lowp.train.run import run  # noqa: E402
-from lowp.train.runs import Run, differences, is_run  # noqa: E402
-from lowp.train.toml import to_toml  # noqa: E402
+from lowp.train.check import check
+from lowp.train.reading import read_recipe, with_changes
+from lowp.train.recipe import Recipe
+from lowp.train.run import run
+from lowp.train.runs import Run, differences, is_run
+from lowp.train.toml import to_toml
 
 RANKS = 2
 EPOCHS = 10

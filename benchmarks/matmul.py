@@ -1,8 +1,8 @@
 """Products of matrices in narrow arithmetic: GFLOP/s (two a multiplication), beside a scalar loop and torch's own product.
 
-    python benchmarks/matmul.py                    the GPU if there is one, else the CPU with 2 threads
-    python benchmarks/matmul.py --quick            e5m2 alone, one size
-    python benchmarks/matmul.py --only 'e5m2'      what matches
+    python -m benchmarks matmul                    the GPU if there is one, else the CPU with 2 threads
+    python -m benchmarks matmul --quick            e5m2 alone, one size
+    python -m benchmarks matmul --only 'e5m2'      what matches
 
 The scalar loop is what one would write: three loops, a sum rounded to e5m2 after every addition, compiled by numba; it gets
 256 x 256 whatever the size. Contenders take turns, so that what disturbs one disturbs all; medians and the best of all rounds,
@@ -10,31 +10,25 @@ first calls (compilation) apart. On CUDA, events around a call. Inputs are numbe
 name says otherwise.
 """
 
-import os
+import argparse
+import re
+import statistics
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-# As in numbers.py: the repository's root instead of this folder, where `numbers.py` would hide the standard library's
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+import numpy as np
+import torch
+from benchmarks.harness import RESULTS, heading, in_a_line, table, write
+from benchmarks.speed.report import Report
+from torch import Tensor
 
-import argparse  # noqa: E402
-import json  # noqa: E402
-import re  # noqa: E402
-import statistics  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from dataclasses import dataclass, field  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+import lowp
+from lowp.tensor.matmul import matmul
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from benchmarks.speed.report import Report, in_a_line  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-import lowp  # noqa: E402
-from lowp.tensor.matmul import matmul  # noqa: E402
-
-RESULTS = Path(__file__).parent / "results"
 SIZES = {"cpu": (256, 512, 1024), "cuda": (1024, 4096)}
 BARS = {"cpu": dict.fromkeys(SIZES["cpu"], 5.0), "cuda": {4096: 1000.0}}  # GFLOP/s for sums in e5m2, by size
 SCALAR_SIZE = 256
@@ -156,17 +150,17 @@ class MatmulReport(Report):
         )
 
     def markdown(self) -> str:
-        lines = [f"# {self.machine}: products in narrow arithmetic", "", "Written by `benchmarks/matmul.py`.", ""]
-        lines += [f"- {name}: {value}" for name, value in (self.facts() | {"lowp": lowp.__version__}).items()]
+        lines = heading("products in narrow arithmetic", self.facts())
         for group in dict.fromkeys(row["group"] for row in self.rows):
             rows = [row for row in self.rows if row["group"] == group]
             scalar = next((row["median_gflops"] for row in rows if row["library"] == "numba"), None)
             lines += ["", f"## {group} x {group}, n = {len(rows[0]['seconds'])} rounds, GFLOP/s", ""]
-            lines += ["| library | arithmetic | median | best | / scalar loop | first call, s |", "|---|---|---|---|---|---|"]
+            body = []
             for row in rows:
                 ratio = f"{row['median_gflops'] / scalar:.0f}" if scalar else ""
                 cells = [row["library"], row["name"], f"{row['median_gflops']:.4g}", f"{row['best_gflops']:.4g}", ratio]
-                lines.append("| " + " | ".join([*cells, f"{row['first_call_s']:.1f}"]) + " |")
+                body.append([*cells, f"{row['first_call_s']:.1f}"])
+            lines += table(["library", "arithmetic", "median", "best", "/ scalar loop", "first call, s"], body)
         lines += ["", *(f"- {verdict}" for verdict in self.verdicts())]
         lines += [f"- not available: {name}: {reason}" for name, reason in self.missing.items()]
         return "\n".join(lines + [f"- FAILED: {name}: {reason}" for name, reason in self.failures.items()]) + "\n"
@@ -181,13 +175,8 @@ class MatmulReport(Report):
         ]
 
     def write(self, folder: Path) -> list[Path]:
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = re.sub(r"[^a-z0-9]+", "-", self.machine.lower().replace("(r)", "")).strip("-") + "-matmul"
-        whole = {"facts": self.facts() | {"lowp": lowp.__version__}, "not_available": self.missing, "failed": self.failures}
-        paths = [folder / f"{stem}.json", folder / f"{stem}.md"]
-        paths[0].write_text(json.dumps(whole | {"bars": self.verdicts(), "rows": self.rows}, indent=1) + "\n")
-        paths[1].write_text(self.markdown())
-        return paths
+        whole = {"not_available": self.missing, "failed": self.failures, "bars": self.verdicts(), "rows": self.rows}
+        return write(folder, "matmul", self.facts(), whole, self.markdown().splitlines())
 
 
 def measure(size: int, options: argparse.Namespace, report: MatmulReport) -> None:

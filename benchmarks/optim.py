@@ -1,8 +1,8 @@
 """One optimizer step of 25 M parameters in 16 bits and fewer, beside torch's own: time, and bytes a parameter.
 
-    python benchmarks/optim.py                    the GPU if there is one, else the CPU with 2 threads
-    python benchmarks/optim.py --device cpu --quick
-    python benchmarks/optim.py --only 'lowp AdamW fp16'      what matches, and the fp32 steps to compare it with
+    python -m benchmarks optim                    the GPU if there is one, else the CPU with 2 threads
+    python -m benchmarks optim --device cpu --quick
+    python -m benchmarks optim --only 'lowp AdamW fp16'      what matches, and the fp32 steps to compare it with
 
 Parameters have the 161 shapes of ResNet-50, and then are one matrix of the same size. Contenders of an algorithm take turns,
 one step each a round, so that what disturbs one disturbs all; ratios are of medians. On the CPU, which others use too, `copy_`
@@ -16,7 +16,7 @@ time: steps in a row, nothing hidden. Peaks are `torch.cuda.max_memory_allocated
 import os
 import sys
 
-# As in numbers.py: the repository's root instead of this folder, where `numbers.py` would hide the standard library's
+# The repository's root instead of this folder, so that the module also works as a script
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse  # noqa: E402

@@ -1,8 +1,8 @@
 """The papers' trainings in narrow numbers against float32: does the recipe of each train to within noise of it?
 
-    python benchmarks/papers.py                                   the embedded set, 5 seeds
-    python benchmarks/papers.py --set fashion_mnist --seeds 3     all of Fashion-MNIST
-    python benchmarks/papers.py --quick                           two epochs of 1,280 samples, one seed: does it run?
+    python -m benchmarks papers                                   the embedded set, 5 seeds
+    python -m benchmarks papers --set fashion_mnist --seeds 3     all of Fashion-MNIST
+    python -m benchmarks papers --quick                           two epochs of 1,280 samples, one seed: does it run?
 
 Each setting is a recipe of `lowp recipes`, or one with a change. Beside it runs float32 with the same model, data, optimizer
 and seeds, so that only the numbers differ. The runs are ordinary runs of `lowp train`, in one process, and lie under
@@ -13,29 +13,23 @@ mean. A setting is within noise if the interval of its difference contains 0, or
 Fixed point to nearest is there to fail, as its paper says it does.
 """
 
-import os
+import argparse
+import statistics
 import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-# As in numbers.py: the repository's root instead of this folder, where `numbers.py` would hide the standard library's
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from benchmarks.fashion import finished, verdict
+from benchmarks.harness import RESULTS, facts_of, heading, interval, table, write
 
-import argparse  # noqa: E402
-import statistics  # noqa: E402
-import time  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-from benchmarks.fashion import finished, verdict  # noqa: E402
-from benchmarks.sixteen_bits import interval  # noqa: E402
-from benchmarks.training.report import RESULTS, facts_of, heading, table, write  # noqa: E402
-
-from lowp.train.check import check  # noqa: E402
-from lowp.train.divergence import Diverged  # noqa: E402
-from lowp.train.reading import read_recipe, with_changes  # noqa: E402
-from lowp.train.recipe import Precision, Recipe, Wire  # noqa: E402
-from lowp.train.run import run  # noqa: E402
-from lowp.train.runs import Run  # noqa: E402
+from lowp.train.check import check
+from lowp.train.divergence import Diverged
+from lowp.train.reading import read_recipe, with_changes
+from lowp.train.recipe import Precision, Recipe, Wire
+from lowp.train.run import run
+from lowp.train.runs import Run
 
 NEAREST = ("precision.rounding=nearest", "precision.update=nearest")
 

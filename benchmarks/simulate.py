@@ -1,10 +1,10 @@
 """What simulating a whole model costs: a training step with every number rounded, over the same step without.
 
-    python benchmarks/simulate.py                      ResNet-18 and a GPT on the CPU
-    python benchmarks/simulate.py --device cuda        larger batches, float32 (TF32) and bfloat16
-    python benchmarks/simulate.py --device cuda --mode reduce-overhead    as CUDA graphs
-    python benchmarks/simulate.py --quick              two rounds of small models: does it run?
-    python benchmarks/simulate.py --only gpt --contenders plain simulated --rounds 9
+    python -m benchmarks simulate                      ResNet-18 and a GPT on the CPU
+    python -m benchmarks simulate --device cuda        larger batches, float32 (TF32) and bfloat16
+    python -m benchmarks simulate --device cuda --mode reduce-overhead    as CUDA graphs
+    python -m benchmarks simulate --quick              two rounds of small models: does it run?
+    python -m benchmarks simulate --only gpt --contenders plain simulated --rounds 9
 
 A step is forward, backward and SGD. Weights, activations, errors and gradients are rounded to nearest (e4m3fn and e5m2).
 Contenders take turns; a ratio is to the compiled plain model in the same round, and its median counts. It is taken again by the
@@ -16,35 +16,30 @@ Compiling is timed with the compiler's caches empty, in seconds of processor tim
 may use the machine. The kernels of eager quantizers, which serve all models, are built before; how long it took is noted.
 """
 
+import argparse
+import gc
 import os
+import re
+import resource
+import statistics
 import sys
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-# As in numbers.py: the repository's root instead of this folder, where `numbers.py` would hide the standard library's
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+import torch
+from benchmarks.harness import RESULTS, facts_of, heading, in_a_line, table, write
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-import argparse  # noqa: E402
-import gc  # noqa: E402
-import re  # noqa: E402
-import resource  # noqa: E402
-import statistics  # noqa: E402
-import time  # noqa: E402
-import types  # noqa: E402
-import warnings  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-from benchmarks.speed.report import in_a_line  # noqa: E402
-from benchmarks.training.report import RESULTS, facts_of, heading, table, write  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-import lowp  # noqa: E402
-from lowp.simulation import restore, simulate  # noqa: E402
-from lowp.train.models.gpt import gpt  # noqa: E402
-from lowp.train.models.resnet import resnet18  # noqa: E402
+import lowp
+from lowp.simulation import restore, simulate
+from lowp.train.models.gpt import gpt
+from lowp.train.models.resnet import resnet18
 
 FORMATS = {"weights": "e4m3fn", "activations": "e4m3fn", "errors": "e5m2", "gradients": "e5m2"}
 STEP_BARS = {"cpu": 1.3, "cuda": 1.05}  # of the compiled plain step

@@ -1,8 +1,8 @@
 """Sixteen bits are enough: the same trainings in float32 and in pure FP16 and BF16, with every way of rounding updates.
 
-    python benchmarks/sixteen_bits.py                        on a GPU: 4 tasks x 7 settings x 5 seeds, some minutes
-    python benchmarks/sixteen_bits.py --device cpu --quick   tiny sizes, BF16, one seed: under a minute
-    python benchmarks/sixteen_bits.py --data DIR --pack FILE.npz     MNIST's IDX files (.gz or not) in one file
+    python -m benchmarks sixteen_bits                        on a GPU: 4 tasks x 7 settings x 5 seeds, some minutes
+    python -m benchmarks sixteen_bits --device cpu --quick   tiny sizes, BF16, one seed: under a minute
+    python -m benchmarks sixteen_bits --data DIR --pack FILE.npz     MNIST's IDX files (.gz or not) in one file
 
 In the 16-bit rows everything has 16 bits: weights, inputs, activations, gradients, states of the optimizer (Kahan's update
 keeps 16 bits more a weight). FP16 has a dynamic loss scale. A seed decides synthetic data, initial weights, order and dropout,
@@ -16,41 +16,32 @@ With stochastic rounding the share is 0 on average, and scatters around it, wide
 second figure weighs each layer by its number of elements.
 """
 
-import os
+import argparse
+import gzip
+import math
+import statistics
 import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
-# As in numbers.py: the repository's root instead of this folder, where `numbers.py` would hide the standard library's
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+import numpy as np
+import torch
+import torch.nn.functional as F
+from benchmarks import harness
+from torch import Tensor, nn
 
-import argparse  # noqa: E402
-import gzip  # noqa: E402
-import json  # noqa: E402
-import math  # noqa: E402
-import re  # noqa: E402
-import statistics  # noqa: E402
-import time  # noqa: E402
-import warnings  # noqa: E402
-from collections.abc import Callable, Iterator, Sequence  # noqa: E402
-from concurrent.futures import ProcessPoolExecutor  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
-from functools import lru_cache  # noqa: E402
-from multiprocessing import get_context  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+import lowp
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from benchmarks.speed.report import Report, in_a_line  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-import lowp  # noqa: E402
-
-RESULTS = Path(__file__).parent / "results"
 CARRY = Path(__file__).parents[1] / ".carry"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 UPDATES = ("stochastic", "kahan", "nearest")
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 @dataclass(frozen=True)
@@ -249,7 +240,7 @@ def train(job: Job) -> dict[str, Any]:
     try:
         found |= _trained(job, problem)
     except (lowp.NonFiniteGradient, lowp.LossScaleExhausted) as error:
-        found["error"] = in_a_line(error)
+        found["error"] = harness.in_a_line(error)
     return found | {"seconds": time.perf_counter() - began}
 
 
@@ -296,15 +287,6 @@ def _trained(job: Job, problem: Problem) -> dict[str, Any]:
 # Figures.
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half the width of its 95 % interval (NaN for one value)."""
-    n = len(values)
-    if n < 2:
-        return statistics.fmean(values) if values else math.nan, math.nan
-    t = T_95[n - 2] if n - 2 < len(T_95) else 1.96 + 2.45 / (n - 1)
-    return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(n)
-
-
 def row_of(task: Task, runs: list[dict[str, Any]], baseline: dict[int, float]) -> dict[str, Any]:
     """One setting: its seeds together, and beside float32."""
     done = [run for run in runs if "metrics" in run]
@@ -314,7 +296,7 @@ def row_of(task: Task, runs: list[dict[str, Any]], baseline: dict[int, float]) -
     if not done:
         return row | {"verdict": "no"}
     names = list(done[0]["metrics"])
-    row["metrics"] = {name: interval([run["metrics"][name] for run in done]) for name in names}
+    row["metrics"] = {name: harness.interval([run["metrics"][name] for run in done]) for name in names}
     for share in ("lost_updates", "lost_by_elements"):
         found = [run[share] for run in done if share in run]
         row[share] = statistics.fmean(found) if found else None
@@ -322,7 +304,7 @@ def row_of(task: Task, runs: list[dict[str, Any]], baseline: dict[int, float]) -
     differences = [run["metrics"][names[0]] - baseline[run["seed"]] for run in done if run["seed"] in baseline]
     if row["weights"] == "fp32" or not differences:
         return row
-    mean, half = row["difference"] = interval(differences)
+    mean, half = row["difference"] = harness.interval(differences)
     margin = task.margin * (abs(statistics.fmean(baseline.values())) if task.relative else 1.0)
     inside = abs(mean) <= margin or abs(mean) <= half
     better = (mean > 0) == task.more_is_better
@@ -427,22 +409,13 @@ def results_of(jobs: list[Job], processes: int) -> Iterator[dict[str, Any]]:
         yield from pool.map(train, jobs)
 
 
-def write(report: Report, options: argparse.Namespace, runs: list[dict[str, Any]]) -> tuple[str, list[Path]]:
+def write(facts: dict[str, Any], options: argparse.Namespace, runs: list[dict[str, Any]]) -> tuple[str, list[Path]]:
     rows = {task: rows_of(task, runs) for task in options.tasks if any(run["task"] == task for run in runs)}
-    lines = [f"# {report.machine}: sixteen bits are enough", "", "Written by `benchmarks/sixteen_bits.py`.", ""]
-    lines += [f"- {name}: {value}" for name, value in report.facts().items()]
-    lines += [f"- lowp: {lowp.__version__}"] if "lowp" not in report.facts() else []
+    lines = harness.heading("sixteen bits are enough", facts)
     lines += [f"- seeds: {options.seeds}; ± is the 95 % interval of the mean; quick: {'yes' if options.quick else 'no'}"]
     lines += [f"- processes that shared the device: {options.jobs} (seconds are theirs, side by side)"]
     lines += [line for task, own in rows.items() for line in table(task, own, options.quick)]
-    stem = re.sub(r"[^a-z0-9]+", "-", report.machine.lower().replace("(r)", "")).strip("-") + "-sixteen-bits"
-    options.out.mkdir(parents=True, exist_ok=True)
-    paths = [options.out / f"{stem}.json", options.out / f"{stem}.md"]
-    paths[0].write_text(
-        json.dumps({"facts": report.facts() | {"lowp": lowp.__version__}, "tables": rows, "runs": runs}, indent=1) + "\n"
-    )
-    paths[1].write_text("\n".join(lines) + "\n")
-    return "\n".join(lines), paths
+    return "\n".join(lines), harness.write(options.out, "sixteen-bits", facts, {"tables": rows, "runs": runs}, lines)
 
 
 def main() -> None:
@@ -455,7 +428,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=CARRY / "mnist.npz", help="MNIST: an .npz or a folder of IDX files")
     parser.add_argument("--text", type=Path, default=CARRY / "tinyshakespeare.txt")
     parser.add_argument("--pack", type=Path, metavar="FILE.npz", help="only write MNIST, from --data, into this file")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     options = parser.parse_args()
     if options.pack:
         np.savez_compressed(options.pack, **load_mnist(options.data))
@@ -466,14 +439,14 @@ def main() -> None:
         sys.exit(f"no text at {options.text}; give --text a file, or leave gpt out of --tasks")
     if "mnist" in options.tasks:
         load_mnist(options.data)  # to fail now, not in an hour
-    report = Report(options.device, torch.get_num_threads())
+    facts = harness.facts_of(options.device)
     began, runs = time.perf_counter(), []
     for run in results_of(list(jobs_of(options)), options.jobs):
         runs.append(run)
         if run["seed"] == options.seeds - 1:
             print(f"{time.perf_counter() - began:6.1f} s  {run['task']} {run['weights']} {run['update']}", flush=True)
-            write(report, options, runs)
-    text, paths = write(report, options, runs)
+            write(facts, options, runs)
+    text, paths = write(facts, options, runs)
     print(text)
     print(f"\n{time.perf_counter() - began:.0f} s in all; written: {', '.join(map(str, paths))}")
 

@@ -1,9 +1,9 @@
 """What `lowp train` costs beside a bare PyTorch loop: samples a second in float32, same model, batches and optimizer.
 
-    python benchmarks/train.py                     1 rank, and 2 ranks on gloo beside DistributedDataParallel
-    python benchmarks/train.py --quick             two rounds of short segments: does it run?
-    python benchmarks/train.py --only mlp --sections overhead --ranks 2 --rounds 9
-    python benchmarks/train.py --device cuda       1 rank, wider networks
+    python -m benchmarks train                     1 rank, and 2 ranks on gloo beside DistributedDataParallel
+    python -m benchmarks train --quick             two rounds of short segments: does it run?
+    python -m benchmarks train --only mlp --sections overhead --ranks 2 --rounds 9
+    python -m benchmarks train --device cuda       1 rank, wider networks
 
 Sections: `overhead` (training/segments.py: whole runs of lowp and of training/bare.py take turns), `input`
 (training/input_pipeline.py: real batches beside a ready-made one) and `profile` (where Python's time goes, once).
@@ -13,26 +13,21 @@ taken by the median stretch of 20 steps and again by all the time that steps too
 undecided. "bare / bare" is the bare loop's speed over its own in the round before: what ratios can be trusted to.
 """
 
-import os
+import argparse
+import re
+import statistics
 import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-# As in numbers.py: the repository's root instead of this folder, where `numbers.py` would hide the standard library's
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-import argparse  # noqa: E402
-import re  # noqa: E402
-import statistics  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from itertools import pairwise  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-from benchmarks.training import input_pipeline, segments  # noqa: E402
-from benchmarks.training.cases import Case, augmented, cases_for  # noqa: E402
-from benchmarks.training.profile import LISTED, profiled  # noqa: E402
-from benchmarks.training.report import RESULTS, facts_of, heading, table, write  # noqa: E402
+import torch
+from benchmarks.harness import RESULTS, facts_of, heading, table, write
+from benchmarks.training import input_pipeline, segments
+from benchmarks.training.cases import Case, augmented, cases_for
+from benchmarks.training.python_profile import LISTED, profiled
 
 SPEED_BAR = 0.97  # of the bare loop's samples a second
 INPUT_BAR = 1.03  # of the time of a step on a ready batch

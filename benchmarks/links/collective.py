@@ -10,14 +10,15 @@ from torch import Tensor
 def collectives(case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
     """All-reduce of one size by each contender, `rounds` times in turn, after one call to warm up and to see the error."""
     elements, ranks = case["elements"], dist.get_world_size()
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    gradient = torch.randn(elements, generator=generator).mul_(1e-3)
+    generator = torch.Generator(clock.device).manual_seed(dist.get_rank())
+    gradient = torch.randn(elements, generator=generator, device=clock.device).mul_(1e-3)
     exact, x = gradient.clone(), gradient.clone()
     dist.all_reduce(exact)
-    errors = {}
+    errors, reports = {}, {}
     for name in case["contenders"]:
         contender = COLLECTIVES[name]
-        reason = failures.get(name) or tried(lambda call=contender.call: call(x.copy_(gradient)))
+        call = lambda name=name: reports.__setitem__(name, COLLECTIVES[name].call(x.copy_(gradient)))  # noqa: E731
+        reason = failures.get(name) or tried(call)
         if reason:
             failures[name] = reason
             continue
@@ -29,7 +30,7 @@ def collectives(case: dict, clock: Clock, failures: dict[str, str]) -> list[dict
             rounds[name].append(clock.measure(lambda name=name: COLLECTIVES[name].call(x)))
     rows = []
     for name, figures in summarize(rounds).items():
-        wanted = expected_bytes(name, elements, ranks) if case["one_rank_a_node"] else None
+        wanted = expected_bytes(name, elements, ranks, reports[name]) if case["one_rank_a_node"] else None
         rows.append({"contender": name, "elements": elements, "expected_bytes": wanted, "error": errors[name]} | figures)
     return rows
 

@@ -11,69 +11,72 @@ from torch.nn.parallel import DistributedDataParallel
 
 BASE, HALF, AUTO = "fp32", "fp16 hook", "lowp e5m2 auto"
 FLAT, HIERARCHICAL = "lowp e5m2 aps", "lowp e5m2 hierarchical"
-FOUR_BITS, ONE_SHOT = "lowp e2m1fn local", " one_shot"
+ONE_SHOT = " one_shot"
 EIGHT_BITS = (FLAT, "lowp e4m3fn local", "lowp e4m3fn local" + ONE_SHOT)
+FOUR_BITS = tuple(
+    f"lowp {name}{reduction}"
+    for reduction in ("", ONE_SHOT)
+    for name in ("e2m1fn local", "e2m1fn block:32", "mxfp4 local", "nvfp4 local")
+)
+BITS = {"e5m2": 8, "e4m3fn": 8, "e2m1fn": 4, "mxfp4": 4.25, "nvfp4": 4.5}  # an element, for the estimate of the time
 
 
 @dataclass(frozen=True)
 class Collective:
-    """`call` reduces a tensor in place, over all ranks. `codec` says what it should put on the wire."""
+    """`call` reduces a tensor in place, over all ranks, and returns lowp's report, if it is lowp's."""
 
     call: Callable[[Tensor], object]
     bits: float  # an element on the wire, for the estimate of the time
     averages: bool = False  # instead of summing
-    codec: tuple[str, str] | None = None  # format and scale
 
 
 def fp32(x: Tensor) -> None:
     dist.all_reduce(x)
 
 
-def fp16_hook(x: Tensor) -> None:
+def _torch_hook(name: str) -> Callable[[Tensor], None]:
     """torch's own function: of a bucket it wants nothing but the buffer."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    fp16_compress_hook(dist.group.WORLD, SimpleNamespace(buffer=lambda: x)).wait()
+    def call(x: Tensor) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        getattr(default_hooks, name)(dist.group.WORLD, SimpleNamespace(buffer=lambda: x)).wait()
+
+    return call
 
 
-def _lowp(fmt: str, scale: str, reduction: str = "two_shot") -> Callable[[Tensor], object]:
+def _lowp(fmt: str, scale: str, reduction: str = "two_shot") -> Collective:
     def call(x: Tensor) -> object:
         import lowp
 
         return lowp.all_reduce(x, fmt, scale=scale, reduction=reduction)
 
-    return call
+    return Collective(call, BITS[fmt])
+
+
+def _named(name: str) -> Collective:
+    """`lowp <format> <scale>[ one_shot]`."""
+    _, fmt, scale, *reduction = name.split()
+    return _lowp(fmt, scale, *reduction)
 
 
 COLLECTIVES: dict[str, Collective] = {
     BASE: Collective(fp32, 32),
-    HALF: Collective(fp16_hook, 16, averages=True),
-    FLAT: Collective(_lowp("e5m2", "aps"), 8, codec=("e5m2", "aps")),
-    "lowp e4m3fn local": Collective(_lowp("e4m3fn", "local"), 8, codec=("e4m3fn", "local")),
-    FOUR_BITS: Collective(_lowp("e2m1fn", "local"), 4, codec=("e2m1fn", "local")),
-    EIGHT_BITS[2]: Collective(_lowp("e4m3fn", "local", "one_shot"), 8, codec=("e4m3fn", "local")),
-    FOUR_BITS + ONE_SHOT: Collective(_lowp("e2m1fn", "local", "one_shot"), 4, codec=("e2m1fn", "local")),
-    AUTO: Collective(_lowp("e5m2", "aps", "auto"), 8),
-    HIERARCHICAL: Collective(_lowp("e5m2", "aps", "hierarchical(2)"), 8),
+    HALF: Collective(_torch_hook("fp16_compress_hook"), 16, averages=True),
+    "bf16 hook": Collective(_torch_hook("bf16_compress_hook"), 16, averages=True),
+    **{name: _named(name) for name in (*EIGHT_BITS, *FOUR_BITS)},
+    AUTO: _lowp("e5m2", "aps", "auto"),
+    HIERARCHICAL: _lowp("e5m2", "aps", "hierarchical(2)"),
 }
 NEEDS_NODES = (HIERARCHICAL,)  # run only where a node has several ranks
+QUICK = (BASE, HALF, *EIGHT_BITS[:2], *(name for name in FOUR_BITS if name.endswith(" local")))  # with --quick
 
 
-def expected_bytes(name: str, elements: int, ranks: int) -> float | None:
-    """What each rank sends: one shard to every other rank, twice. Whole rings and two shots agree on this."""
-    contender, shard = COLLECTIVES[name], -(-elements // ranks)
-    if name in (BASE, HALF):
-        payload = shard * contender.bits / 8
-    elif contender.codec is not None:
-        from lowp.wire.codec import codec_of
-
-        fmt, scale = contender.codec
-        if name.endswith(ONE_SHOT):
-            return (ranks - 1) * codec_of(fmt, scale=scale).wire_bytes(elements)
-        payload = codec_of(fmt, scale=scale).wire_bytes(shard)
-    else:
-        return None
-    return 2 * (ranks - 1) * payload
+def expected_bytes(name: str, elements: int, ranks: int, report: object) -> float | None:
+    """What each rank sends: what lowp counted, or for torch one shard to every other rank, twice."""
+    if not name.startswith("lowp"):
+        return 2 * (ranks - 1) * -(-elements // ranks) * COLLECTIVES[name].bits / 8
+    return None if name == AUTO else float(report.bytes_sent)
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,6 @@ HOOKS: dict[str, Hook] = {
     HALF: Hook(_torch_fp16, 16),
     "PowerSGD, rank 1": Hook(_power_sgd, 1, _power_sgd_remarks),
     FLAT: Hook(_lowp_hook("e5m2", "aps"), 8, _lowp_remarks),
-    FOUR_BITS: Hook(_lowp_hook("e2m1fn", "local"), 4, _lowp_remarks),
+    FOUR_BITS[0]: Hook(_lowp_hook("e2m1fn", "local"), 4, _lowp_remarks),
     AUTO: Hook(_lowp_hook("e5m2", "aps", "auto"), 8, _lowp_remarks),
 }

@@ -70,12 +70,15 @@ def link(rate: str, ranks: int) -> Topology:
 
 @dataclass(frozen=True)
 class Node:
-    namespace: str
+    namespace: str  # empty: this computer as it is
     address: str
 
     def command(self, *words: str) -> list[str]:
         """`words`, to be run inside; `ip netns exec` becomes the process itself, so that its id is the command's."""
-        return ["ip", "netns", "exec", self.namespace, *words]
+        return ["ip", "netns", "exec", self.namespace, *words] if self.namespace else list(words)
+
+
+HERE = Node("", "127.0.0.1")
 
 
 def bits_per_second(rate: str) -> float:

@@ -2,10 +2,11 @@
 
 import argparse
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.links.bars import SIZE
-from benchmarks.links.contenders import BASE, COLLECTIVES, FLAT, HALF, HIERARCHICAL, HOOKS, NEEDS_NODES
+from benchmarks.links.contenders import BASE, COLLECTIVES, FLAT, HALF, HIERARCHICAL, HOOKS, NEEDS_NODES, QUICK
 from benchmarks.links.ddp_step import PARAMETERS, WARM_UP
 from benchmarks.links.namespaces import LOOPBACK, Topology, bits_per_second, link
 
@@ -26,7 +27,7 @@ class Job:
 
     @property
     def plan(self) -> dict:
-        return {"interface": self.topology.interface, "cases": self.cases}
+        return {"interface": self.topology.interface, "device": "cpu", "cases": self.cases}
 
     def estimate(self) -> float:
         return START_SECONDS + sum(self._case_seconds(case) for case in self.cases)
@@ -55,7 +56,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
             topology = link(rate, ranks)
             cases = []
             if "collective" in options.sections:
-                names = [name for name in COLLECTIVES if name not in NEEDS_NODES]
+                names = QUICK if options.quick else [name for name in COLLECTIVES if name not in NEEDS_NODES]
                 cases += [_collective(names, 1 << size, topology, options) for size in options.sizes]
             if "ddp" in options.sections and ranks == min(options.ranks):
                 cases.append({"kind": "ddp", "contenders": _only(HOOKS, options.only), "rounds": options.rounds})
@@ -69,7 +70,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     return chosen
 
 
-def _collective(names: list[str], elements: int, topology: Topology, options: argparse.Namespace) -> dict:
+def _collective(names: Iterable[str], elements: int, topology: Topology, options: argparse.Namespace) -> dict:
     return {
         "kind": "collective",
         "contenders": _only(names, options.only),
@@ -79,6 +80,6 @@ def _collective(names: list[str], elements: int, topology: Topology, options: ar
     }
 
 
-def _only(names: list[str] | dict, pattern: str | None) -> list[str]:
+def _only(names: Iterable[str], pattern: str | None) -> list[str]:
     """fp32 always runs: the others are compared with it."""
     return [name for name in names if name == BASE or pattern is None or re.search(pattern, name)]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,10 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.harness import free_port
 from benchmarks.links.namespaces import Node, Topology, bits_per_second
 
 ROOT = Path(__file__).parents[2]
 PORT = 29500  # the namespaces are ours, so nobody else has it
+# Several NCCL ranks on one GPU: each has another NCCL_HOSTID, or NCCL refuses, and messages take sockets, as between machines.
+NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 PROBE_SECONDS = 0.6  # at full rate
 PROBE_TIMEOUT = 60
 PROBE_ATTEMPTS = 5
@@ -25,19 +29,37 @@ class RanksFailedError(RuntimeError):
     """A rank ended with an error, or did not end in time; the message holds the end of its output."""
 
 
+def end_on_sigterm() -> None:
+    """Raise an exception where SIGTERM would end this process at once: ranks and namespaces are removed on the way out."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def run_ranks(topology: Topology, nodes: list[Node], plan: dict, timeout: float) -> dict:
-    """Run `plan` with one process for each rank; what rank 0 wrote down is returned."""
+    """Run `plan` with one process for each rank; what rank 0 wrote down is returned.
+
+    Where a rank fails after some cases were done, these are returned, with the failure under the name of the ranks.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         (Path(folder) / "plan.json").write_text(json.dumps(plan))
-        commands = []
+        commands, port = [], PORT if nodes[0].namespace else free_port()
         for rank in range(topology.ranks):
             node = nodes[rank // topology.ranks_per_node]
             words = (sys.executable, "-m", "benchmarks.links.rank", f"{folder}/plan.json", str(result))
-            commands.append((node.command(*words), _environment(topology, nodes, rank)))
+            environment = _environment(topology, nodes, rank, port)
+            if plan["device"] != "cpu":
+                environment |= NCCL | {"NCCL_HOSTID": f"lowp-{rank}"}
+            commands.append((node.command(*words), environment))
+        failed = {}
         with _started(commands, Path(folder)) as processes:
-            _wait(processes, time.monotonic() + timeout, Path(folder))
-        return json.loads(result.read_text())
+            try:
+                _wait(processes, time.monotonic() + timeout, Path(folder))
+            except RanksFailedError as error:
+                if not result.exists():
+                    raise
+                failed["ranks"] = str(error)
+        found = json.loads(result.read_text())
+        return found | {"failures": found["failures"] | failed}
 
 
 def measured_rate(topology: Topology, nodes: list[Node]) -> float:
@@ -68,7 +90,7 @@ def _transfer(sender: Node, receiver: Node, size: int) -> float:
         return 8 * float(result.read_text())
 
 
-def _environment(topology: Topology, nodes: list[Node], rank: int) -> dict[str, str]:
+def _environment(topology: Topology, nodes: list[Node], rank: int, port: int) -> dict[str, str]:
     """What torchrun sets, and one thread: the computer's few processors are shared by all ranks."""
     return os.environ | {
         "RANK": str(rank),
@@ -77,7 +99,7 @@ def _environment(topology: Topology, nodes: list[Node], rank: int) -> dict[str, 
         "LOCAL_WORLD_SIZE": str(topology.ranks_per_node),
         "GROUP_RANK": str(rank // topology.ranks_per_node),
         "MASTER_ADDR": nodes[0].address,
-        "MASTER_PORT": str(PORT),
+        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": topology.interface,
         "OMP_NUM_THREADS": "1",
     }

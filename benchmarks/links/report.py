@@ -1,69 +1,65 @@
-"""Results of benchmarks/wire.py: tables on the terminal, and JSON and Markdown files named after the machine."""
+"""Results of `python -m benchmarks links`: tables on the terminal, and JSON and Markdown files named after the machine."""
 
-import json
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.harness import facts_of, heading, table, write
 from benchmarks.links.bars import Verdict, bytes_over_expected, ratio, verdicts
 from benchmarks.links.contenders import BASE, HALF
 from benchmarks.links.ddp_step import BATCH, LAYERS, PARAMETERS, WIDTH
-from benchmarks.speed.report import Report as Machine
+from benchmarks.links.namespaces import LOOPBACK, bits_per_second
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-COLLECTIVE = ("contender", "ms", "n", "x fp32", "x fp16", "MB sent", "of expected", "error", "wanted")
+COLLECTIVE = (
+    *("contender", "ms", "n", "x fp32", "x fp16", "link, ms", "remains, ms", "processor, ms"),
+    *("MB sent", "of expected", "error", "wanted"),
+)
 DDP = ("contender", "step, ms", "n", "x fp32", "x fp16", "compute", "communicate", "hidden", "MB sent", "wanted")
 MODEL = f"a DDP step (forward and backward, {PARAMETERS / 1e6:.1f} M parameters in {LAYERS} layers of {WIDTH}, batch {BATCH})"
 READING = (
     "ms: median over n rounds of the slowest rank; x: times faster, the median of the rounds' ratios",
     "MB sent: by the busiest node's interface, headers of TCP and two barriers included (loopback: by all ranks together)",
-    "of expected: 2 (ranks - 1) shards as the codec counts them; error: relative to the exact sum, root mean square",
+    "link: what the busiest node's bytes take at the link's rate; remains: the median time less that",
+    "processor: of all threads of the busiest rank; ranks, gloo's threads and the kernel's network share the processors",
+    "of expected: as lowp counts its bytes, for torch 2 (ranks - 1) shards; error: relative to the exact sum, root mean square",
     "hidden: compute + communicate - step, and its share of the smaller of the two (above 100 %: the computer was busy)",
 )
 
 
 @dataclass
 class Report:
-    options: str  # of the command line
     rows: list[dict] = field(default_factory=list)  # with "link" and "rate" beside what the ranks measured
     rates: dict[str, float] = field(default_factory=dict)  # of each link, as measured, over what was asked
     failures: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def facts(self) -> dict[str, str | int]:
-        return Machine("cpu", threads=1).facts() | {"backend": "gloo, one thread a rank", "options": self.options}
+        return facts_of("cpu", threads=1) | {"backend": "gloo, one thread a rank"}
 
     def show(self, console: Console) -> None:
         for title, headings, lines in self._tables():
-            table = Table(*headings, title=escape(title), title_justify="left")
+            shown = Table(*headings, title=escape(title), title_justify="left")
             for cells, judged in lines:
                 colour = "" if not judged else "green" if all(v.met for v in judged) else "red"
-                table.add_row(*(escape(cell) for cell in cells), style=colour)
-            console.print(table)
+                shown.add_row(*(escape(cell) for cell in cells), style=colour)
+            console.print(shown)
         console.print(", ".join(f"{name} {value}" for name, value in self.facts().items()), highlight=False)
         for remark in self._remarks():
             console.print(escape(remark), highlight=False)
 
     def write(self, folder: Path) -> list[Path]:
-        folder.mkdir(parents=True, exist_ok=True)
-        machine = re.sub(r"[^a-z0-9]+", "-", str(self.facts()["machine"]).lower().replace("(r)", "")).strip("-")
-        paths = [folder / f"{machine}-wire.json", folder / f"{machine}-wire.md"]
         rows = [row | {"verdicts": [vars(v) for v in verdicts(row, self._rivals(row))]} for row in self.rows]
-        whole = {"facts": self.facts(), "rates": self.rates, "notes": self.notes, "failed": self.failures, "rows": rows}
-        paths[0].write_text(json.dumps(whole, indent=1) + "\n")
-        paths[1].write_text(self.markdown())
-        return paths
+        whole = {"rates": self.rates, "notes": self.notes, "failed": self.failures, "rows": rows}
+        return write(folder, "wire", self.facts(), whole, self.markdown().splitlines())
 
     def markdown(self) -> str:
-        lines = [f"# {self.facts()['machine']}: collectives on shaped links", "", "Written by `benchmarks/wire.py`.", ""]
-        lines += [f"- {name}: {value}" for name, value in self.facts().items()]
+        lines = heading("collectives on shaped links", self.facts())
         for title, headings, body in self._tables():
-            lines += ["", f"## {title}", "", _line(headings), _line("---" for _ in headings)]
-            lines += [_line(cells).replace("NOT met", "**not met**") for cells, _ in body]
+            lines += ["", f"## {title}", "", *table(headings, [cells for cells, _ in body])]
         return "\n".join([*lines, "", *(f"- {remark}" for remark in self._remarks())]) + "\n"
 
     def _rivals(self, row: dict) -> dict[str, dict]:
@@ -99,7 +95,16 @@ class Report:
 
 def _collective_line(row: dict, rivals: dict[str, dict]) -> list[str]:
     expected = f"{bytes_over_expected(row):.4f}" if row.get("expected_bytes") else ""
-    return [*_speed(row, rivals), _megabytes(row), expected, f"{row['error']:.2g}"]
+    processor = f"{1e3 * statistics.median(row['processor']):.0f}"
+    return [*_speed(row, rivals), *_link_times(row), processor, _megabytes(row), expected, f"{row['error']:.2g}"]
+
+
+def _link_times(row: dict) -> list[str]:
+    """What the link takes for the bytes, and what remains."""
+    if row["rate"] == LOOPBACK:
+        return ["", ""]
+    link = statistics.median(row["bytes"]) * 8 / bits_per_second(row["rate"])
+    return [f"{1e3 * link:.1f}", f"{1e3 * (statistics.median(row['seconds']) - link):.1f}"]
 
 
 def _ddp_line(row: dict, rivals: dict[str, dict]) -> list[str]:
@@ -117,7 +122,3 @@ def _speed(row: dict, rivals: dict[str, dict]) -> list[str]:
 
 def _megabytes(row: dict) -> str:
     return f"{statistics.median(row['bytes']) / 1e6:.2f}"
-
-
-def _line(cells: Iterator[str] | list[str] | tuple[str, ...]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -1,18 +1,17 @@
-"""The command line of benchmarks/wire.py: makes the links one after the other, and runs what was asked for on each."""
+"""The command line of `python -m benchmarks links`: makes the links one by one, and runs what was asked for on each."""
 
 import argparse
-import signal
 import sys
 import time
 from pathlib import Path
 
+from benchmarks.harness import RESULTS
 from benchmarks.links.namespaces import LOOPBACK, CannotShapeError, bits_per_second, check_able, network
 from benchmarks.links.plan import Job, jobs
-from benchmarks.links.processes import RATE_TOLERANCE, RanksFailedError, measured_rate, run_ranks
+from benchmarks.links.processes import RATE_TOLERANCE, RanksFailedError, end_on_sigterm, measured_rate, run_ranks
 from benchmarks.links.report import Report
 from rich.console import Console
 
-RESULTS = Path(__file__).parents[1] / "results"
 SECTIONS = ("collective", "ddp", "nodes")
 RATES = ("200mbit", "1gbit", "10gbit", LOOPBACK)
 CANNOT_RUN = 2
@@ -24,12 +23,12 @@ def main() -> None:
     try:
         check_able()
     except CannotShapeError as error:
-        print(f"benchmarks/wire.py: {error}", file=sys.stderr)
+        print(f"benchmarks links: {error}", file=sys.stderr)
         sys.exit(CANNOT_RUN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, so that namespaces are removed
+    end_on_sigterm()
     todo = jobs(options)
     console.print(f"{len(todo)} links, about {sum(job.estimate() for job in todo) / 60:.0f} minutes")
-    report = Report(" ".join(sys.argv[1:]) or "none")
+    report = Report()
     began = time.perf_counter()
     try:
         for job in todo:
@@ -37,7 +36,7 @@ def main() -> None:
             measure(job, report)
             report.write(options.out)  # what is there already, should the rest fail or be stopped
     except CannotShapeError as error:
-        print(f"benchmarks/wire.py: {error}", file=sys.stderr)
+        print(f"benchmarks links: {error}", file=sys.stderr)
         sys.exit(CANNOT_RUN)
     except KeyboardInterrupt:
         report.show(console)
@@ -68,20 +67,25 @@ def measure(job: Job, report: Report) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks/wire.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks links", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=None, help="one on each node (default 2 4)")
     parser.add_argument("--rates", type=_rate, nargs="+", default=None, help=f"default {' '.join(RATES)}")
     parser.add_argument("--sizes", type=int, nargs="+", default=None, help="powers of two, as exponents (default 22 23 24 25)")
     parser.add_argument("--rounds", type=int, default=None, help="in which contenders take turns (default 7)")
-    parser.add_argument("--quick", action="store_true", help="2 ranks, 200mbit and 1gbit, 2^22 elements, 3 rounds")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="2 ranks, 200mbit and 1gbit, 2^24 elements, 2 x 2 ranks, a few contenders, 3 rounds",
+    )
     parser.add_argument("--only", metavar="REGEX", help="contenders whose name matches; fp32 always runs")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="default all; collective and nodes with --quick")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     quick = options.quick
     options.ranks = options.ranks or ([2] if quick else [2, 4])
     options.rates = options.rates or list(RATES[:2] if quick else RATES)
-    options.sizes = options.sizes or ([22] if quick else [22, 23, 24, 25])
+    options.sizes = options.sizes or ([24] if quick else [22, 23, 24, 25])
+    options.sections = options.sections or ([SECTIONS[0], SECTIONS[2]] if quick else SECTIONS)
     options.rounds = options.rounds or (3 if quick else 7)
     if min(options.ranks) < 2:
         parser.error("--ranks: a link has at least two ends")

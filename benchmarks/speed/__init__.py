@@ -1,1 +1,1 @@
-"""The parts of benchmarks/numbers.py."""
+"""The parts of benchmarks/operations.py."""

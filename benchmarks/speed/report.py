@@ -1,20 +1,15 @@
 """Results as tables on the terminal, and as JSON and Markdown files named after the machine."""
 
-import json
-import os
-import platform
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-import torch
+from benchmarks.harness import facts_of, heading, machine_name, table, write
+from benchmarks.harness import in_a_line as in_a_line
 from rich.console import Console
 from rich.table import Table
 
-PEERS = ("torch", "triton", "numpy", "ml_dtypes", "gfloat", "qtorch", "lowp")
 COLOURS = {True: "[green]{}[/]", False: "[red]{} x[/]", None: "{}"}
 MARKDOWN = {True: "{}", False: "**{}** x", None: "{}"}
 
@@ -54,45 +49,29 @@ class Report:
 
     @property
     def machine(self) -> str:
-        return torch.cuda.get_device_name() if self.device == "cuda" else _cpu_model()
+        return machine_name(self.device)
 
-    def facts(self) -> dict[str, str | int]:
-        versions = {name: _version(name) for name in PEERS}
-        return {
-            "machine": self.machine,
-            "device": self.device,
-            "threads": self.threads,
-            "processors": os.cpu_count() or 1,
-            "python": platform.python_version(),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        } | {name: version for name, version in versions.items() if version}
+    def facts(self) -> dict[str, Any]:
+        return facts_of(self.device, self.threads)
 
     def show(self, console: Console) -> None:
         for title, headings, lines in self._tables(COLOURS):
-            table = Table(*headings, title=title, title_justify="left")
+            shown = Table(*headings, title=title, title_justify="left")
             for line in lines:
-                table.add_row(*line)
-            console.print(table)
+                shown.add_row(*line)
+            console.print(shown)
         for remark in self._remarks():
             console.print(remark, highlight=False)
 
     def write(self, folder: Path) -> list[Path]:
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = folder / re.sub(r"[^a-z0-9]+", "-", self.machine.lower().replace("(r)", "")).strip("-")
         rows = [vars(row) | {"passed": row.passed} for row in self.rows]
-        whole = {"facts": self.facts(), "first_calls": self.first_calls, "not_available": self.missing, "notes": self.notes}
-        whole["failed"] = self.failures
-        paths = [stem.with_suffix(".json"), stem.with_suffix(".md")]
-        paths[0].write_text(json.dumps(whole | {"rows": rows}, indent=1) + "\n")
-        paths[1].write_text(self.markdown())
-        return paths
+        whole = {"first_calls": self.first_calls, "not_available": self.missing, "notes": self.notes, "failed": self.failures}
+        return write(folder, "", self.facts(), whole | {"rows": rows}, self.markdown().splitlines())
 
     def markdown(self) -> str:
-        lines = [f"# {self.machine}", "", "Written by `benchmarks/numbers.py`.", ""]
-        lines += [f"- {name}: {value}" for name, value in self.facts().items()]
+        lines = heading("operations on numbers", self.facts())
         for title, headings, body in self._tables(MARKDOWN):
-            lines += ["", f"## {title}", "", _line(headings), _line("---" for _ in headings)]
-            lines += [_line(cells) for cells in body]
+            lines += ["", f"## {title}", "", *table(headings, body)]
         return "\n".join([*lines, "", *(f"- {remark}" for remark in self._remarks())]) + "\n"
 
     def _remarks(self) -> Iterator[str]:
@@ -141,24 +120,3 @@ def _figures(row: Row) -> str:
 
 def _size(elements: int | None) -> str:
     return "" if elements is None else f"{elements:,}"
-
-
-def in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} x{len(names)}" if names else platform.processor() or platform.machine()
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""

@@ -1,4 +1,4 @@
-"""The command line of benchmarks/numbers.py: which sections to run, in which order, and what becomes a row."""
+"""The command line of benchmarks/operations.py: which sections to run, in which order, and what becomes a row."""
 
 import argparse
 import os
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from benchmarks.harness import RESULTS
 from benchmarks.speed.candidates import formats, lowp_candidates
 from benchmarks.speed.conv_net import conv_net_costs
 from benchmarks.speed.first_calls import NEW_SIZES_FORMAT, builds_for_new_sizes, cold_and_warm
@@ -20,7 +21,6 @@ from benchmarks.speed.small_tensors import FORMAT as SMALL_FORMAT
 from benchmarks.speed.small_tensors import small_costs
 from rich.console import Console
 
-RESULTS = Path(__file__).parents[1] / "results"
 SECTIONS = ("numbers", "first", "small", "net")
 CUDA_SIZES = (1 << 24, 1 << 28)
 SMALL_BAR = 20.0
@@ -135,7 +135,7 @@ def _conv_net_row(name: str, value: float) -> Row:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks/numbers.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks operations", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--size", type=int, action="append", help="elements; can be given twice (default 2^24; CUDA also 2^28)")
     parser.add_argument("--quick", action="store_true", help="a few formats and rounds")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.harness import take_turns
 from benchmarks.training.cases import Case
 from benchmarks.training.clock import step_ms
 
@@ -34,12 +35,12 @@ def _blocks(trainer: Trainer, rounds: int, seconds: float) -> dict[str, Any]:
         trainer.micro_batches = micro_batches
         _block_ms(trainer, 3)
     steps = max(1, round(1e3 * seconds / _block_ms(trainer, 5)))
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for number in range(rounds):
-        for kind in kinds if number % 2 == 0 else reversed(kinds):
-            trainer.micro_batches = kinds[kind]
-            times[kind].append(_block_ms(trainer, steps))
-    return {"steps": steps, "ms": times}
+
+    def measure(kind: str) -> float:
+        trainer.micro_batches = kinds[kind]
+        return _block_ms(trainer, steps)
+
+    return {"steps": steps, "ms": take_turns(kinds, rounds, measure)}
 
 
 def _block_ms(trainer: Trainer, steps: int) -> float:

@@ -9,7 +9,6 @@ kind of log.
 import io
 import json
 import os
-import socket
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
+from benchmarks.harness import free_port
 from benchmarks.training import bare
 from benchmarks.training.bare import LOG_EVERY, Stretch
 from benchmarks.training.cases import Case
@@ -53,12 +53,6 @@ def compare(case: Case, ranks: int, device: str, rounds: int, seconds: float, da
         plan = Plan(case, ranks, device, rounds, seconds, data, Path(folder), free_port())
         torch.multiprocessing.spawn(_rank, (plan,), nprocs=ranks)
         return json.loads((plan.folder / "result.json").read_text())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
+from benchmarks.harness import free_port
 from benchmarks.training import bare
 from benchmarks.training.cases import Case
-from benchmarks.training.segments import free_port, world_of
+from benchmarks.training.segments import world_of
 
 from lowp.train.run import run
 
