@@ -178,13 +178,15 @@ class Codec:
             out[layout.payload : layout.payload + 4 * numbers.numel()] = numbers.view(torch.uint8)
             return
         codes = encode(numbers, fmt, self.rounding, saturate=True, seed=noise, nan="zero")
+        if not isinstance(fmt, BlockFormat) and fmt.bits % 8:  # the last group is filled up with zeros
+            codes = torch.nn.functional.pad(codes, (0, -codes.numel() % (8 * LANES)), value=_code_of_zero(fmt))
         if isinstance(fmt, BlockFormat):
             scales = codes.scales.view(torch.uint8)
             out[layout.scales : layout.scales + scales.numel()] = scales
             if fmt.tensor_scale:
                 out[layout.tensor_scale : layout.tensor_scale + 4] = codes.tensor_scale.reshape(1).view(torch.uint8)
             fmt, codes = fmt.element, codes.elements
-        _put_codes(codes, fmt, layout, out)
+        _put_codes(codes, numbers.numel(), fmt, layout, out)
 
     def decode(self, message: Tensor, out: Tensor, peak: Tensor | None = None) -> None:
         """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite)."""
@@ -241,20 +243,24 @@ class Codec:
         return scaling.power_of_two(scaling.shifts_of(message[begin : begin + 1]))
 
 
-def _put_codes(codes: Tensor, fmt: Format, layout: PartLayout, out: Tensor) -> None:
-    """Codes as `encode` gives them: uint8 or int16."""
-    count = codes.numel()
+@lru_cache(maxsize=256)
+def _code_of_zero(fmt: Format) -> int:
+    return int(encode(torch.zeros(1), fmt, saturate=True)[0])
+
+
+def _put_codes(codes: Tensor, count: int, fmt: Format, layout: PartLayout, out: Tensor) -> None:
+    """Codes as `encode` gives them: uint8 or int16. There may be more than `count`, to fill up the last group."""
     if fmt.bits in (8, 16):
         stored = codes.view(torch.uint8)
         out[layout.payload : layout.payload + stored.numel()] = stored
         return
     if fmt.bits < 8:
-        packed = pack_codes(codes, fmt.bits)
-        out[layout.payload : layout.payload + packed.numel()] = packed
+        length = packed_bytes(count, fmt.bits)
+        out[layout.payload : layout.payload + length] = pack_codes(codes, fmt.bits)[:length]
         return
-    out[layout.payload : layout.payload + count] = (codes & 0xFF).to(torch.uint8)
-    packed = pack_codes(((codes >> 8) & 0xFF).to(torch.uint8), fmt.bits - 8)
-    out[layout.high : layout.high + packed.numel()] = packed
+    out[layout.payload : layout.payload + count] = (codes[:count] & 0xFF).to(torch.uint8)
+    length = packed_bytes(count, fmt.bits - 8)
+    out[layout.high : layout.high + length] = pack_codes(((codes >> 8) & 0xFF).to(torch.uint8), fmt.bits - 8)[:length]
 
 
 def _get_codes(message: Tensor, fmt: Format, layout: PartLayout, count: int) -> Tensor:

@@ -1,5 +1,6 @@
 """`lowp.all_reduce`: a sum over ranks that travels in a few bits."""
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -101,7 +102,7 @@ def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, c
         warm_up({layer.codec}, tensor.device)
     flat = tensor.detach().contiguous().view(-1)
     meter = Meter(whole=settings.measure)
-    marks: list[Tensor] = []
+    marks: list[Callable[[], Tensor]] = []
     state = State(step=step)
     link, sent = communicator.link, communicator.link.bytes_sent
     exchange = BucketExchange(flat, Bucket.of((layer,)), settings, reduction, link, state, meter, op == "mean", marks.append)
@@ -114,7 +115,7 @@ def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, c
     meter.report.bytes_sent = link.bytes_sent - sent
     meter.report.bytes_of_fp32 = ring_bytes(4 * tensor.numel(), link.world)
     meter.report.steps = 1
-    if settings.nonfinite != "propagate" and bool((marks[0] == NONFINITE).any()):
+    if settings.nonfinite != "propagate" and bool((marks[0]() == NONFINITE).any()):
         if settings.nonfinite == "raise":
             raise NonFiniteGradient("all_reduce: the tensor is infinite or NaN on some rank")
         tensor.detach().zero_()

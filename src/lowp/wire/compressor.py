@@ -1,7 +1,7 @@
 """Gradients of a model, compressed step after step: what the hooks of DDP and a training loop of one's own have in common."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lowp.wire.communicator import Communicator, agree
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.reductions.base import Reduction
-from lowp.wire.report import Meter, Report, ring_bytes
+from lowp.wire.report import ONE_IN, Meter, Report, ring_bytes
 from lowp.wire.scaling import NONFINITE, warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.state import Owner
@@ -73,13 +73,13 @@ class Compressor:
             self._communicator.close(failed=not isinstance(error, ValueError))
             raise
         self._comm_thread = CommThread(self._communicator, device)
-        self._meter = Meter(whole=settings.measure)
+        self._meter = self._new_meter()
         self._meters: list[Meter] = []
         self._total = Report()
         if self._reduction is None:
             self._total.notes.append("not compressed: reduction='auto' found fp32 as fast on this link")
         self._last_step = Report()
-        self._marks: list[tuple[tuple[str, ...], Tensor]] = []
+        self._marks: list[tuple[tuple[str, ...], Callable[[], Tensor]]] = []
         self._buckets: list[tuple[str, ...]] = []
         self._layouts: list[tuple[int, list[tuple[str, ...]]]] = []  # buckets, and from which step on they were these
         self._sent = self._communicator.link.bytes_sent
@@ -115,6 +115,9 @@ class Compressor:
         reduction = self.settings.reduction
         reduction = reduction if isinstance(reduction, Reduction) else best_for(world)
         warm_up(codecs, self._device, self.settings, reduction, world, self._dtypes)
+
+    def _new_meter(self) -> Meter:
+        return Meter(self.settings.measure, samples=self._device.type == "cpu" or self.state.step % ONE_IN == 0)
 
     def _choose(self) -> Reduction | None:
         if self.settings.reduction == "auto":
@@ -164,7 +167,7 @@ class Compressor:
 
     def step_arrived(self, parameters: Iterable[Tensor]) -> None:
         """All gradients of a step are there: raise what must be raised, skip what must be skipped, add up the figures."""
-        meter, self._meter = self._meter, Meter(whole=self.settings.measure)
+        meter, self._meter = self._meter, self._new_meter()
         marks, self._marks = self._marks, []
         meter.report.steps = 1
         meter.report.bytes_sent = self._communicator.link.bytes_sent - self._sent
@@ -187,9 +190,9 @@ class Compressor:
                 f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank"
             )
 
-    def _nonfinite(self, marks: list[tuple[tuple[str, ...], Tensor]]) -> list[str]:
+    def _nonfinite(self, marks: list[tuple[tuple[str, ...], Callable[[], Tensor]]]) -> list[str]:
         """Names of the parameters whose gradient was not finite on some rank."""
-        return [name for names, mark in marks for name, byte in zip(names, mark.tolist(), strict=True) if byte == NONFINITE]
+        return [name for names, mark in marks for name, byte in zip(names, mark().tolist(), strict=True) if byte == NONFINITE]
 
     def _collect(self) -> None:
         for meter in self._meters:

@@ -8,7 +8,7 @@ Each of the first two is a generator that stops where it waits for messages; a C
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,11 @@ class SharedScales:
         self._state = state
         self._device = device
         self.bounds: Tensor | None = None  # of the layers whose bounds are agreed on now
-        self._now = [i for i, layer in enumerate(layers) if layer.codec.scale.agreed or self._first_of_delayed(layer)]
+        kinds = bucket.scale_kinds
+        if "aps_delayed" in kinds:
+            self._now = [i for i, layer in enumerate(layers) if layer.codec.scale.agreed or self._first_of_delayed(layer)]
+        else:
+            self._now = kinds.get("aps", [])
 
     def _first_of_delayed(self, layer: Layer) -> bool:
         return layer.codec.scale.kind == "aps_delayed" and layer.name not in self._state.bounds
@@ -100,7 +104,7 @@ class SharedScales:
         bounds: dict[int, Tensor] = {}
         if self.bounds is not None:
             bounds = {i: self.bounds[position] for position, i in enumerate(self._now)}
-        delayed = [i for i, layer in enumerate(self._layers) if layer.codec.scale.kind == "aps_delayed" and i not in bounds]
+        delayed = [i for i in self._bucket.scale_kinds.get("aps_delayed", []) if i not in bounds]
         bounds |= {i: self._state.bounds[self._layers[i].name] for i in delayed}
         if not bounds:
             return None
@@ -117,13 +121,18 @@ class SharedScales:
             self._bucket.tables[kind] = torch.tensor(tops, dtype=torch.int32).to(self._device)
         return self._bucket.tables[kind]
 
-    def marks(self) -> Tensor:
-        """255 for each layer that is known not to be finite on some rank."""
-        marks = torch.zeros(len(self._layers), dtype=torch.uint8, device=self._device)
-        if self.bounds is not None:
-            places = constants(tuple(self._now), torch.int64, self._device)
-            marks[places] = torch.where(self.bounds == NONFINITE, NONFINITE, 0).to(torch.uint8)
-        return marks
+    def units(self, divisor: int) -> Tensor:
+        """What the sum of each layer counts in: 1 / divisor; NaN for layers that are known not to be finite on some rank."""
+        kind = "units", self._device, divisor
+        if kind not in self._bucket.tables:
+            self._bucket.tables[kind] = torch.full((len(self._layers),), 1.0 / divisor, device=self._device)
+        usual: Tensor = self._bucket.tables[kind]
+        if self.bounds is None:
+            return usual
+        if len(self._now) == len(self._layers):
+            return torch.where(self.bounds == NONFINITE, math.nan, usual)
+        places = constants(tuple(self._now), torch.int64, self._device)
+        return usual.index_add(0, places, torch.where(self.bounds == NONFINITE, math.nan, 0.0))
 
 
 def largest_of_parts(flat: Tensor, table: PartTable) -> Tensor:
@@ -142,20 +151,22 @@ def largest_of_parts(flat: Tensor, table: PartTable) -> Tensor:
     return maxima[0]
 
 
-def unscaled(
-    peaks: Tensor, chunk: Chunk, factors: Tensor | None, marks: Tensor, divisor: int
-) -> tuple[Tensor, Tensor | None, int]:
-    """New marks of the layers; by what each layer of the sum is to be multiplied (None: by 1); and by what divided.
+def poisoned(units: Tensor, peaks: Tensor, chunk: Chunk) -> Tensor:
+    """Units of a chunk's layers. A layer is bad, and its unit NaN, as soon as one of its parts is."""
+    if not chunk.sends_headers:
+        return units
+    return units.index_add(0, chunk.owners(units.device), torch.where(peaks == NONFINITE, math.nan, 0.0))
 
-    `marks` has 255 for layers that are known to be bad already. A layer is bad, and NaN, as soon as one of its parts is.
-    """
-    sends = chunk.sends_headers
-    if sends:
-        bad = torch.where(peaks == NONFINITE, NONFINITE, 0).to(torch.uint8)
-        marks = marks.scatter_reduce(0, chunk.owners(marks.device), bad, "amax")
-    exact, rest = (divisor, 1) if divisor & (divisor - 1) == 0 else (1, divisor)  # a power of two goes into the unit
-    unit = torch.where(marks == NONFINITE, math.nan, 1.0 / exact)
-    return marks, unit if factors is None else unit / factors, rest
+
+def exact_and_rest(divisor: int) -> tuple[int, int]:
+    """A divisor as a power of two, which goes into the unit, and what is left: one of them is 1."""
+    return (divisor, 1) if divisor & (divisor - 1) == 0 else (1, divisor)
+
+
+def marks_of(units: "Sequence[Tensor]") -> Tensor:
+    """255 for each layer that was not finite in some chunk."""
+    bad = torch.stack(list(units)).isnan().any(0)
+    return torch.where(bad, NONFINITE, 0).to(torch.uint8)
 
 
 def rules_for(
@@ -194,7 +205,7 @@ class BucketExchange:
         state: State,
         meter: Meter,
         mean: bool,
-        done: Callable[[Tensor], None],
+        done: "Callable[[Callable[[], Tensor]], None]",
     ) -> None:
         self._flat = flat
         self._bucket = bucket
@@ -212,8 +223,8 @@ class BucketExchange:
         self._number = link.take_number()
         self._links = [link.for_chunk() for _ in self._chunks]  # numbered now: buckets come in the same order on all ranks
         self._left = len(self._chunks)
-        self._bad = torch.zeros(len(bucket.layers), dtype=torch.uint8, device=flat.device)
-        self._peaks = self._bad
+        self._units: list[Tensor] = []  # of the chunks that are done
+        self._peaks: Tensor | None = None
 
     def _prepare(self) -> Steps:
         """Agree on scales; then chunks may begin."""
@@ -233,7 +244,8 @@ class BucketExchange:
         if pending:
             yield pending
         factors = self._scales.factors()
-        self._marks = self._scales.marks()
+        exact, self._rest = exact_and_rest(self._divisor)
+        self._usual = self._scales.units(exact)
         self._rules = rules_for(self._settings, self._reduction, link.world, link.rank, self._step, self._feedback, factors)
         self._rules.meter = self._meter
 
@@ -250,10 +262,10 @@ class BucketExchange:
 
     def _reduce(self, chunk: Chunk, link: ChunkLink) -> Steps:
         def unscale(peaks: Tensor) -> tuple[Tensor | None, int]:
-            marks, factors, rest = unscaled(peaks, chunk, self._rules.factors, self._marks, self._divisor)
-            self._bad = torch.maximum(self._bad, marks)
-            self._peaks = largest_peaks(self._peaks, chunk, peaks)
-            return factors, rest
+            units, factors = poisoned(self._usual, peaks, chunk), self._rules.factors
+            self._units.append(units)
+            self._peaks = largest_peaks(self._peaks, chunk, peaks, len(units))
+            return units if factors is None else units / factors, self._rest
 
         source, target = (x[chunk.start : chunk.stop] for x in (self._source, self._flat))
         direct = target.dtype != torch.float64
@@ -272,17 +284,21 @@ class BucketExchange:
         remember_bounds(self._state, self._bucket.layers, self._travelled())
         if self._settings.measure:
             self._meter.compare(self._flat, self._exact.div_(self._divisor))
-        self._done(self._bad)
+        units = self._units or [torch.ones(len(self._bucket.layers), device=self._flat.device)]
+        self._done(lambda: marks_of(units))
 
     def _travelled(self) -> dict[int, Tensor]:
         """Bounds that came with the messages."""
+        if self._peaks is None:
+            return {}
         return {i: self._peaks[i] for i, layer in enumerate(self._bucket.layers) if layer.codec.scale.kind == "aps_delayed"}
 
 
-def largest_peaks(before: Tensor, chunk: Chunk, peaks: Tensor) -> Tensor:
-    """The largest byte that each layer's messages had, for the next step of `aps_delayed`."""
-    if not any(part.codec.scale.kind == "aps_delayed" for part, _ in chunk.parts):
+def largest_peaks(before: Tensor | None, chunk: Chunk, peaks: Tensor, layers: int) -> Tensor | None:
+    """The largest byte that each layer's messages had, for the next step of `aps_delayed`; None where no layer has that."""
+    if not chunk.remembers_peaks:
         return before
+    before = torch.zeros(layers, dtype=torch.uint8, device=peaks.device) if before is None else before
     return before.scatter_reduce(0, chunk.owners(peaks.device), peaks, "amax")
 
 
@@ -292,7 +308,7 @@ def remember_bounds(state: State, layers: tuple[Layer, ...], bounds: dict[int, T
     A layer of which nothing is known agrees on its scale when it is next sent. (On CUDA, to know that nothing is known would be
     to wait for the device: there a layer that begins with zeros is sent unscaled once.)
     """
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(layers) if bounds else ():
         if layer.codec.scale.kind == "aps_delayed":
             before = state.bounds.get(layer.name, torch.zeros_like(bounds[i]))
             unknown = (bounds[i] == NONFINITE) | (bounds[i] == ZERO)

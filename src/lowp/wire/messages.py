@@ -17,7 +17,7 @@ from lowp.tensor.lists.parts import Kernel as PartsKernel
 from lowp.tensor.lists.parts import PartsFunction, PartTable
 from lowp.tensor.noise import Domain, Noise, key_columns, words_of
 from lowp.wire.codec import Codec, PartLayout
-from lowp.wire.part_kernels import decode_function, encode_function, measure_function, round_function
+from lowp.wire.part_kernels import decode_function, encode_function, measure_function, peaks_function, round_function
 from lowp.wire.plan import Part, Shard
 
 Noises = Callable[[Part], Noise]
@@ -25,6 +25,7 @@ _FUNCTIONS: dict[str, Callable[..., PartsFunction | None]] = {
     "encode": encode_function,
     "decode": decode_function,
     "round": round_function,
+    "peaks": peaks_function,
 }
 
 
@@ -72,16 +73,20 @@ class Group:
         """Of the segments' parts among all."""
         return self._constant("indices", (segment.index for segment in self.segments), device)
 
-    def headers(self, device: torch.device) -> Tensor:
-        """Where the header bytes lie; of a part with several, one after the other."""
-        return self._constant(
-            "headers", (at for first, count in self._header_spans for at in range(first, first + count)), device
-        )
-
-    def header_owners(self, device: torch.device) -> Tensor:
-        """The part, among all, of each header byte."""
-        spans = zip(self.segments, self._header_spans, strict=True)
-        return self._constant("owners", (segment.index for segment, (_, count) in spans for _ in range(count)), device)
+    def header_bytes(self, source: Tensor, messages: int, stride: int, length: int) -> Tensor:
+        """The largest header byte of each part in any of the messages, uint8."""
+        device, blocks = source.device, self.codec.scale.kind == "block"
+        if blocks and (kernel := self.kernel(self.function("peaks"), device)) is not None:
+            maxima = torch.zeros(messages, len(self.segments), dtype=torch.int32, device=device)
+            for message in range(messages):
+                kernel(source[message * stride :], None, self.table(device), maxima=maxima[message])
+            return maxima.amax(0).to(torch.uint8)
+        every = source[None, :] if messages == 1 else source.as_strided((messages, length), (stride, 1))
+        if not blocks:
+            found = every[:, self._constant("headers", (first for first, _ in self._header_spans), device)]
+            return found[0] if messages == 1 else found.amax(0)
+        spans = self._header_spans
+        return torch.stack([every[:, first : first + count].amax() for first, count in spans])
 
     @cached_property
     def _header_spans(self) -> list[tuple[int, int]]:
@@ -153,6 +158,7 @@ class Messages:
         self.spans: list[tuple[int, int]] = []
         self._groups: dict[Codec, Group] = {}
         self._ones: dict[torch.device, Tensor] = {}
+        self._zeros: dict[torch.device, Tensor] = {}
         index = start = begin = 0
         for number, shard in enumerate(self.shards):
             start = start if starts is None else starts[number]
@@ -160,6 +166,8 @@ class Messages:
             end = self._place(shard, codec_of, index, start, begin)
             self.spans.append((begin, end))
             index, start, begin = index + len(shard.parts), start + shard.size, end
+        self.groups = list(self._groups.values())
+        self.sends_peaks = any(codec.sends_peaks for codec in self._groups)
         self.length = max((end for _, end in self.spans), default=0)
         self.elements = sum(shard.size for shard in self.shards)
 
@@ -172,10 +180,6 @@ class Messages:
             self._groups.setdefault(codec, Group(codec)).segments.append(segment)
             begin = end
         return begin
-
-    @property
-    def groups(self) -> Sequence[Group]:
-        return list(self._groups.values())
 
     def view(self, buffer: Tensor, number: int) -> Tensor:
         """One shard's message."""
@@ -221,8 +225,9 @@ class Messages:
                 assert measured is not None
                 known.append(measured)
             if codec.sends_peaks:
-                given = torch.zeros(self.parts, dtype=torch.uint8, device=device) if peaks is None else peaks
-                known.append(given[group.indices(device)].to(torch.int32).view(1, -1))
+                given = self.no_peaks(device) if peaks is None else peaks
+                given = given if len(self.groups) == 1 else given[group.indices(device)]
+                known.append(given.to(torch.int32).view(1, -1))
             if codec.stochastic:
                 assert noises is not None
                 known.append(group.keys(noises, device))
@@ -293,15 +298,24 @@ class Messages:
                 total.mul_(factors.view(-1)[part.layer])
             out[start : start + part.size] = total if divisor == 1 else total.div_(divisor)
 
+    def no_peaks(self, device: torch.device) -> Tensor:
+        """Zeros for all parts, always the same memory: not to be written to."""
+        if device not in self._zeros:
+            self._zeros[device] = torch.zeros(self.parts, dtype=torch.uint8, device=device)
+        return self._zeros[device]
+
     def peaks(self, source: Tensor, messages: int = 1, stride: int = 0) -> Tensor:
         """The largest header byte of each part (255: something is not finite) in any of the messages; uint8, of all parts."""
+        if len(self.groups) == 1 and not self.groups[0].codec.scale.agreed:
+            return self.groups[0].header_bytes(source, messages, stride, self.length)
+        if all(group.codec.scale.agreed for group in self.groups):
+            return self.no_peaks(source.device)
         found = torch.zeros(self.parts, dtype=torch.uint8, device=source.device)
         for group in self.groups:
-            if not group.headers(source.device).numel():
+            if group.codec.scale.agreed:
                 continue
-            every = source.as_strided((messages, self.length), (stride, 1)) if messages > 1 else source[None, :]
-            bytes_here = every[:, group.headers(source.device)].amax(0)
-            found.scatter_reduce_(0, group.header_owners(source.device), bytes_here, "amax")
+            bytes_here = group.header_bytes(source, messages, stride, self.length)
+            found[group.indices(source.device)] = bytes_here
         return found
 
     def round_(self, numbers: Tensor, noises: Noises | None = None) -> Tensor:

@@ -281,6 +281,23 @@ def _block_codes(
     return codes, extra
 
 
+@lru_cache(maxsize=256)
+def peaks_function(codec: Codec) -> PartsFunction | None:
+    """The largest header byte of each part, for codecs that have one a block."""
+    shape = _shape(codec)
+    if shape is None:
+        return None
+
+    def each(*arguments: Any) -> list[Tensor]:
+        *headers, _, _, _ = arguments
+        most = headers[0].to(torch.int32) & 0xFF
+        for more in headers[1:]:
+            most = torch.maximum(most, more.to(torch.int32) & 0xFF)
+        return [most]
+
+    return PartsFunction(each, _of_blocks(shape, HEADER), (), shape.tile, maxima=1)
+
+
 @lru_cache(maxsize=1024)
 def decode_function(
     codec: Codec, dtype: torch.dtype, wanted: tuple[bool, bool] = (False, False), divides: bool = False

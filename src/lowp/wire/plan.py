@@ -96,7 +96,15 @@ class Chunk:
 
     def owners(self, device: torch.device) -> Tensor:
         """The layer of each part."""
-        return constants(tuple(part.layer for part, _ in self.parts), torch.int64, device)
+        kind = "owners", device
+        if kind not in self.tables:
+            self.tables[kind] = constants(tuple(part.layer for part, _ in self.parts), torch.int64, device)
+        return self.tables[kind]
+
+    @cached_property
+    def remembers_peaks(self) -> bool:
+        """Are the header bytes needed in the next step?"""
+        return any(part.codec.scale.kind == "aps_delayed" for part, _ in self.parts)
 
     @cached_property
     def sends_headers(self) -> bool:
@@ -109,7 +117,7 @@ class Chunk:
         return {}
 
     @cached_property
-    def tables(self) -> dict[torch.device, Any]:
+    def tables(self) -> dict[Any, Any]:
         """Where the runs lie (exchange.py)."""
         return {}
 
@@ -149,6 +157,14 @@ class Bucket:
     def begins(self) -> tuple[int, ...]:
         """Where each layer begins, and where the last one ends."""
         return (0, *accumulate(layer.size for layer in self.layers))
+
+    @cached_property
+    def scale_kinds(self) -> dict[str, list[int]]:
+        """The layers by kind of scale."""
+        found: dict[str, list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            found.setdefault(layer.codec.scale.kind, []).append(i)
+        return found
 
     @cached_property
     def _chunks(self) -> dict[tuple[int, tuple[int, int]], tuple[Chunk, ...]]:

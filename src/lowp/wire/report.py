@@ -82,8 +82,9 @@ class Report:
 class Meter:
     """Collects a step's figures. On CUDA nothing here waits for the device until the figures are asked for."""
 
-    def __init__(self, whole: bool = False) -> None:
+    def __init__(self, whole: bool = False, samples: bool = True) -> None:
         self._whole = whole
+        self._samples = samples or whole
         self._parts = 0
         self.report = Report()
         self._counts: Tensor | None = None  # seen, saturated, underflowed
@@ -110,8 +111,10 @@ class Meter:
     def see(self, messages: Messages, numbers: Tensor, buffer: Tensor, factors: Tensor | None) -> None:
         """Count what saturated and what became zero in these messages; without `whole`, in some parts, at their beginning.
 
-        On CUDA, where each sample is some ten launches, in one part of a message.
+        On CUDA, where each sample is some ten launches, in one part of a message, and in one step in 16 (see `Compressor`).
         """
+        if not self._samples:
+            return
         for group in messages.groups:
             step = 1 if self._whole else ONE_IN if numbers.device.type == "cpu" else len(group.segments)
             for segment in group.segments[self._parts % ONE_IN % len(group.segments) :: step]:

@@ -275,12 +275,15 @@ class Rules:
                 messages.view(-1), numbers, messages=len(messages), stride=layout.length, wanted=wanted_of_total
             )
             same = all(total_codec(group.codec, self.world) == group.codec for group in layout.groups)
-            peaks = layout.peaks(messages.view(-1), len(messages), layout.length)
+            # What is not finite makes the sum so; only peaks that were sent along must be known.
+            flat = messages.view(-1)
+            known = layout.sends_peaks
+            peaks = layout.peaks(flat, len(messages), layout.length) if known else layout.no_peaks(messages.device)
             return Load(numbers, peaks, maxima=maxima if same else None)
 
     def adds_plainly(self, shard: Shard) -> bool:
         """Are sums float32, without a compensation?"""
-        return not self.kahan and all(self.codec(part, Stage.PARTIAL).format == FP32 for part in shard.parts)
+        return not self.kahan and all(group.codec.format == FP32 for group in self.messages(shard, Stage.PARTIAL).groups)
 
     def end(self, total: Load, shard: Shard) -> Load:
         """A sum that is not rounded to be sent: its compensation goes."""

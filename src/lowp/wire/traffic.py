@@ -39,7 +39,7 @@ class LengthRules(Rules):
     def write(self, load: Load, shard: Shard, stage: Stage, actor: int, out: Tensor | None = None) -> Tensor:
         return self.room(shard, stage, _NOWHERE) if out is None else out
 
-    def encode(self, messages: Messages, numbers: Tensor, out: Tensor, *more: Any) -> None:
+    def encode(self, messages: Messages, numbers: Tensor, out: Tensor, *more: Any, **named: Any) -> None:
         pass
 
     def read(self, message: Tensor, shard: Shard, stage: Stage, out: Tensor | None = None) -> Load:

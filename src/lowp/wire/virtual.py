@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.wire.exchange import SharedScales, State, largest_peaks, remember_bounds, rules_for, unscaled
+from lowp.wire.exchange import (
+    SharedScales,
+    State,
+    exact_and_rest,
+    largest_peaks,
+    marks_of,
+    poisoned,
+    remember_bounds,
+    rules_for,
+)
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import agreement_bytes
 from lowp.wire.messages import Messages
@@ -256,9 +265,9 @@ class _OpenBucket:
         """What everybody decodes, and each layer's mark (255: not finite)."""
         rules, device = self._rules, self._example.device
         result = self._example.new_empty(self._bucket.size)
-        known = self._scales.marks()
-        bad = torch.zeros(len(self._bucket.layers), dtype=torch.uint8, device=device)
-        travelled = torch.zeros_like(bad)
+        exact, rest = exact_and_rest(self._world if mean else 1)
+        usual = self._scales.units(exact)
+        every_unit, travelled = [usual], None
         for chunk, row in zip(self._chunks, self._adders, strict=True):
             numbers = torch.empty(chunk.size, dtype=torch.float32, device=device)
             every = []
@@ -271,14 +280,15 @@ class _OpenBucket:
                     numbers[shard.start : shard.stop] = owners.end(total, shard).numbers
                 every.append(total.peaks)
             peaks = torch.cat(every)
-            marks, factors, divisor = unscaled(peaks, chunk, rules.factors, known, self._world if mean else 1)
-            result[chunk.start : chunk.stop] = scaled(numbers, chunk, factors, divisor)
-            bad = torch.maximum(bad, marks)
-            travelled = largest_peaks(travelled, chunk, peaks)
-        remember_bounds(state, self._bucket.layers, dict(enumerate(travelled)))
+            units = poisoned(usual, peaks, chunk)
+            factors = units if rules.factors is None else units / rules.factors
+            result[chunk.start : chunk.stop] = scaled(numbers, chunk, factors, rest)
+            every_unit.append(units)
+            travelled = largest_peaks(travelled, chunk, peaks, len(units))
+        remember_bounds(state, self._bucket.layers, {} if travelled is None else dict(enumerate(travelled)))
         if self._feedback is not None:
             self._feedback.finish(list(self._owners()))
-        return result, bad
+        return result, marks_of(every_unit)
 
     def _owners(self) -> Iterator[tuple[int, Shard]]:
         """Who adds up which shard in a real world."""

@@ -5,6 +5,8 @@ A program works on one item: `ROWS` tiles of one part. Every vector of a tile is
 Multiplications and additions are not fused, divisions are correctly rounded: the same bits as on a CPU.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,35 @@ from lowp.tensor.lists.triton import TYPES, build, expression
 _STORED = {**TYPES, torch.bool: "tl.int8"}
 
 
+WARPS = 4
+
+
 class TritonKernel(Kernel):
+    """Compiled for what is known of the addresses (`warmup`), and launched with addresses.
+
+    Triton's `kernel[grid](...)` looks at every argument in every call, which takes longer than some launches' work.
+    """
+
     def __init__(self, what: PartsFunction, device: torch.device) -> None:
-        each, finish, self._tables = what.trace(device)
-        self._what = what
+        self._what, self._device = what, device
+        self._each, self._finish, self._tables = what.trace(device)
         self._rows = max(1, CUDA_ITEM // what.tile)
-        self._run = build(_Source(what, each, finish, len(self._tables)).text())
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
+        self._compiled: dict[tuple[int, bool], Any] = {}
+        self._addresses = [table.data_ptr() for table in self._tables]
+        self._get(8, True)  # what cannot be compiled is found out here
+
+    def _get(self, alignment: int, aligned: bool) -> Any:
+        """The kernel for tables whose offsets are multiples of `alignment`, and arrays that begin at multiples of 16 bytes."""
+        found = self._compiled.get((alignment, aligned))
+        if found is None:
+            text = _Source(self._what, self._each, self._finish, len(self._tables), self._rows, alignment, aligned).text()
+            kinds = [torch.uint8, torch.uint8, torch.int64, 1, torch.int32, torch.int32, torch.float32, 1, torch.int32, 1, 1]
+            examples = [*kinds, *(table.dtype for table in self._tables)]
+            with torch.cuda.device(self._device):
+                found = build(text).warmup(*examples, grid=(1,), num_warps=WARPS, enable_fp_fusion=False)
+            self._compiled[alignment, aligned] = found
+        return found
 
     def __call__(
         self,
@@ -34,47 +58,61 @@ class TritonKernel(Kernel):
         messages: int = 1,
         message_stride: int = 0,
     ) -> None:
-        items, nothing = table.items(self._what.tile, self._rows), self._nothing
+        items, nothing = table.items(self._what.tile, self._rows), self._nothing.data_ptr()
         if not len(items):
             return
-        with torch.cuda.device(source.device):
-            self._run[(len(items),)](
-                source.view(torch.uint8),
-                nothing if target is None else target.view(torch.uint8),
-                table.columns,
-                table.parts,
-                items,
-                nothing if numbers is None else numbers,
-                nothing if of_layer is None else of_layer,
-                0 if of_layer is None else of_layer.shape[-1],
-                nothing if maxima is None else maxima,
-                messages,
-                message_stride,
-                *self._tables,
-                ROWS=self._rows,
-                ALIGNMENT=table.alignment,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+        first, second = source.data_ptr(), nothing if target is None else target.data_ptr()
+        launch = self._get(table.alignment, (first | second) % 16 == 0)[len(items), 1, 1]
+        arguments = (
+            first,
+            second,
+            table.columns.data_ptr(),
+            table.parts,
+            items.data_ptr(),
+            nothing if numbers is None else numbers.data_ptr(),
+            nothing if of_layer is None else of_layer.data_ptr(),
+            0 if of_layer is None else of_layer.shape[-1],
+            nothing if maxima is None else maxima.data_ptr(),
+            messages,
+            message_stride,
+            *self._addresses,
+        )
+        if torch.cuda.current_device() == self._device.index:
+            launch(*arguments)
+        else:
+            with torch.cuda.device(self._device):
+                launch(*arguments)
 
 
 class _Source:
     """The text of a module with the kernel `run`, piece by piece."""
 
-    def __init__(self, what: PartsFunction, each: Program, finish: Program | None, tables: int) -> None:
+    def __init__(
+        self,
+        what: PartsFunction,
+        each: Program,
+        finish: Program | None,
+        tables: int,
+        rows: int,
+        alignment: int = 8,
+        aligned: bool = True,
+    ) -> None:
         self.what, self.each, self.finish, self.tables = what, each, finish, tables
+        self.rows, self.alignment, self.aligned = rows, alignment, aligned
 
     def text(self) -> str:
-        tile, names = self.what.tile, "".join(f"table{i}, " for i in range(self.tables))
+        tile, rows = self.what.tile, self.rows
+        names = ["source", "target", "table", "parts", "items", "numbers", "of_layer", "layers"]
+        names += ["maxima", "messages", "message_stride"]
+        names += [f"table{i}" for i in range(self.tables)]
         lines = [
             "import triton",
             "import triton.language as tl",
             "from triton.language.extra.cuda import libdevice",
             "",
             "",
-            "@triton.jit",
-            f"def run(source, target, table, parts, items, numbers, of_layer, layers, maxima, messages, message_stride, {names}"
-            "ROWS: tl.constexpr, ALIGNMENT: tl.constexpr):",
+            f"@triton.jit(do_not_specialize={names[2 if self.aligned else 0 :]})",
+            f"def run({', '.join(names)}):",
             "    item = tl.program_id(0)",
             "    part = tl.load(items + 2 * item)",
             "    begin = tl.load(items + 2 * item + 1)",
@@ -82,10 +120,10 @@ class _Source:
             f"    layer = tl.load(table + {LAYER} * parts + part)",
             *self._pointers(),
             *self._numbers(),
-            "    stride = tl.cast(message_stride, tl.int64)",
-            "    tile = begin + tl.arange(0, ROWS)[:, None].to(tl.int64)",
+            f"    stride = tl.multiple_of(tl.cast(message_stride, tl.int64), {min(8, self.alignment)})",
+            f"    tile = begin + tl.arange(0, {rows})[:, None].to(tl.int64)",
             f"    lane = tl.arange(0, {LANES})[None, :]",
-            f"    if (begin + ROWS) * {tile} <= count:",
+            f"    if (begin + {rows}) * {tile} <= count:",
             *("        " + line for line in self._body(masked=False)),
             "    else:",
             *("        " + line for line in self._body(masked=True)),
@@ -96,7 +134,7 @@ class _Source:
         lines = []
         for name, array, streams in (("in", "source", self.what.loads), ("out", "target", self.what.stores)):
             for i, s in enumerate(streams):
-                offset = f"tl.multiple_of(tl.load(table + {s.column} * parts + part), ALIGNMENT)"
+                offset = f"tl.multiple_of(tl.load(table + {s.column} * parts + part), {self.alignment})"
                 lines.append(f"    {name}{i} = ({array} + {s.unit} * {offset}).to(tl.pointer_type({_STORED[s.dtype]}))")
         return lines
 

@@ -102,9 +102,11 @@ class ChunkJob:
                 rules.write(self.load(index), self.chunk.shards[index], stage, self.link.rank, messages.view(out, number))
             return
         peaks = None
-        if any(group.codec.sends_peaks for group in messages.groups):
-            own = [range(*self.chunk.first_parts[index : index + 2]) for index in indices]
-            peaks = self.peaks[constants(tuple(part for parts in own for part in parts), torch.int64, self.device)]
+        if messages.sends_peaks:
+            peaks = self.peaks
+            if len(indices) != len(self.chunk.shards):
+                own = [range(*self.chunk.first_parts[index : index + 2]) for index in indices]
+                peaks = peaks[constants(tuple(part for parts in own for part in parts), torch.int64, self.device)]
         rules.encode(messages, self.source, out, stage, self.link.rank, rules.factors, peaks)
 
     def write_to_owners(self) -> tuple[dict[int, Tensor], Tensor]:
@@ -203,8 +205,7 @@ class ChunkJob:
 
     def finish(self, totals: Rooms) -> None:
         """Take the sum from the bytes that everybody gets."""
-        peaks = totals.messages.peaks(totals.buffer)
-        factors, divisor = self.unscale(peaks)
+        factors, divisor = self.unscale(totals.messages.peaks(totals.buffer))
         with self.rules.timed("decode", self.device):
             totals.messages.decode(totals.buffer, self.target, factors, divisor)
 
@@ -249,9 +250,14 @@ def scaled(source: Tensor, chunk: Chunk, factors: Tensor | None, divisor: int = 
 def peaks_of(messages: Messages, source: Tensor, world: int) -> Tensor:
     """The header byte of each part, where the codec does not make its own: how large the rank's numbers are."""
     peaks = torch.zeros(messages.parts, dtype=torch.uint8, device=source.device)
-    for group, maxima in zip(messages.groups, messages.measure(source, lambda codec: (codec.sends_peaks, False)), strict=True):
-        if maxima is not None:
-            peaks[group.indices(source.device)] = scaling.bound_bytes(maxima[0].view(torch.float32), world)
+    for group in messages.groups if messages.sends_peaks else ():
+        if group.codec.sends_peaks:
+            maxima = group.measure(source, (True, False))
+            assert maxima is not None
+            bounds = scaling.bound_bytes(maxima[0].view(torch.float32), world)
+            if len(messages.groups) == 1:
+                return bounds
+            peaks[group.indices(source.device)] = bounds
     return peaks
 
 
