@@ -163,3 +163,11 @@ class PartTable:
             found = [(part, first) for part, row in enumerate(self.rows) for first in range(0, -(-row[COUNT] // tile), tiles)]
             self._items[tile, tiles] = torch.tensor(found, dtype=torch.int32).reshape(-1, 2).to(self.device)
         return self._items[tile, tiles]
+
+    def records(self, tile: int, tiles: int) -> Tensor:
+        """The same with the part's columns beside each: int64 [2 + columns, items]. A GPU finds an address by one read then."""
+        if (tile, -tiles) not in self._items:
+            items = self.items(tile, tiles).to(torch.int64).cpu()
+            columns = torch.tensor(self.rows, dtype=torch.int64).t()[:, items[:, 0]]
+            self._items[tile, -tiles] = torch.cat([items.t(), columns]).contiguous().to(self.device)
+        return self._items[tile, -tiles]

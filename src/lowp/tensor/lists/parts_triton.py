@@ -40,7 +40,7 @@ class TritonKernel(Kernel):
         found = self._compiled.get((alignment, aligned))
         if found is None:
             text = _Source(self._what, self._each, self._finish, len(self._tables), self._rows, alignment, aligned).text()
-            kinds = [torch.uint8, torch.uint8, torch.int64, 1, torch.int32, torch.int32, torch.float32, 1, torch.int32, 1, 1]
+            kinds = [torch.uint8, torch.uint8, torch.int64, 1, 1, torch.int32, torch.float32, 1, torch.int32, 1, 1]
             examples = [*kinds, *(table.dtype for table in self._tables)]
             with torch.cuda.device(self._device):
                 found = build(text).warmup(*examples, grid=(1,), num_warps=WARPS, enable_fp_fusion=False)
@@ -58,17 +58,18 @@ class TritonKernel(Kernel):
         messages: int = 1,
         message_stride: int = 0,
     ) -> None:
-        items, nothing = table.items(self._what.tile, self._rows), self._nothing.data_ptr()
-        if not len(items):
+        records, nothing = table.records(self._what.tile, self._rows), self._nothing.data_ptr()
+        items = records.shape[1]
+        if not items:
             return
         first, second = source.data_ptr(), nothing if target is None else target.data_ptr()
-        launch = self._get(table.alignment, (first | second) % 16 == 0)[len(items), 1, 1]
+        launch = self._get(table.alignment, (first | second) % 16 == 0)[items, 1, 1]
         arguments = (
             first,
             second,
-            table.columns.data_ptr(),
+            records.data_ptr(),
+            items,
             table.parts,
-            items.data_ptr(),
             nothing if numbers is None else numbers.data_ptr(),
             nothing if of_layer is None else of_layer.data_ptr(),
             0 if of_layer is None else of_layer.shape[-1],
@@ -102,7 +103,7 @@ class _Source:
 
     def text(self) -> str:
         tile, rows = self.what.tile, self.rows
-        names = ["source", "target", "table", "parts", "items", "numbers", "of_layer", "layers"]
+        names = ["source", "target", "records", "items", "parts", "numbers", "of_layer", "layers"]
         names += ["maxima", "messages", "message_stride"]
         names += [f"table{i}" for i in range(self.tables)]
         lines = [
@@ -114,14 +115,14 @@ class _Source:
             f"@triton.jit(do_not_specialize={names[2 if self.aligned else 0 :]})",
             f"def run({', '.join(names)}):",
             "    item = tl.program_id(0)",
-            "    part = tl.load(items + 2 * item)",
-            "    begin = tl.load(items + 2 * item + 1)",
-            f"    count = tl.load(table + {COUNT} * parts + part)",
-            f"    layer = tl.load(table + {LAYER} * parts + part)",
+            "    part = tl.load(records + item)",
+            "    begin = tl.load(records + items + item)",
+            f"    count = tl.load(records + {2 + COUNT} * items + item)",
+            f"    layer = tl.load(records + {2 + LAYER} * items + item)",
             *self._pointers(),
             *self._numbers(),
             f"    stride = tl.multiple_of(tl.cast(message_stride, tl.int64), {min(8, self.alignment)})",
-            f"    tile = begin + tl.arange(0, {rows})[:, None].to(tl.int64)",
+            f"    tile = begin + tl.arange(0, {rows})[:, None]",
             f"    lane = tl.arange(0, {LANES})[None, :]",
             f"    if (begin + {rows}) * {tile} <= count:",
             *("        " + line for line in self._body(masked=False)),
@@ -134,7 +135,7 @@ class _Source:
         lines = []
         for name, array, streams in (("in", "source", self.what.loads), ("out", "target", self.what.stores)):
             for i, s in enumerate(streams):
-                offset = f"tl.multiple_of(tl.load(table + {s.column} * parts + part), {self.alignment})"
+                offset = f"tl.multiple_of(tl.load(records + {2 + s.column} * items + item), {self.alignment})"
                 lines.append(f"    {name}{i} = ({array} + {s.unit} * {offset}).to(tl.pointer_type({_STORED[s.dtype]}))")
         return lines
 
