@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.health.places import Place
 
 _NESTED = (list, tuple)
@@ -53,7 +54,7 @@ def holds(values: Any, forbidden: frozenset[torch.dtype]) -> bool:
 
 def memory_of(tensor: Tensor) -> int:
     """What tensors that share memory have in common."""
-    return tensor.untyped_storage()._cdata if _has_memory(tensor) else id(tensor)
+    return compat.storage_identity(tensor) if _has_memory(tensor) else id(tensor)
 
 
 def _has_memory(tensor: Tensor) -> bool:

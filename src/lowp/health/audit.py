@@ -36,8 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowp import compat
+from lowp.compat import TorchDispatchMode
 from lowp.health.allowances import Allowance, Sighting, holds, memory_of, parse_allowances, sightings
 from lowp.health.bodies import Bodies
 from lowp.health.columns import aligned
@@ -45,7 +46,6 @@ from lowp.health.holdings import Holding, of_module, of_optimizer
 from lowp.health.places import Place, Places
 from lowp.health.threads import noticed
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _NOWHERE = "outside any module"
 _NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _PAIRS = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
@@ -257,7 +257,7 @@ class _Watcher(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._get_dispatch_mode(_FAKE) is not None:
+        if compat.on_fake_tensors():
             return func(*args, **kwargs)  # a compiler at work on tensors without memory: lowp's, building a kernel
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -267,7 +267,7 @@ class _Watcher(TorchDispatchMode):
         out, own = self.bodies.run(self, func, args, kwargs)
         if own and self.report._open:
             self.report._count()
-            if torch._C._current_graph_task_id() != -1:
+            if compat.backward_id() != -1:
                 self._refuse_compiled_backward()
             if holds((args, out), self.forbidden) or (kwargs and holds(kwargs.values(), self.forbidden)):
                 self._judge(func, args, kwargs, out)
@@ -316,7 +316,7 @@ class _Watcher(TorchDispatchMode):
         return True
 
     def _refuse_compiled_backward(self) -> None:
-        node = torch._C._current_autograd_node()
+        node = compat.current_node()
         if type(node).__name__ != "CompiledFunctionBackward":
             return
         self._unseen(

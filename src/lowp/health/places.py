@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowp import compat
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOWP = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -71,7 +73,7 @@ class Places:
     def find(self) -> Place:
         """The place of the operation that runs now in this thread."""
         trace = _Trace(sys._getframe(1))
-        task = torch._C._current_graph_task_id()
+        task = compat.backward_id()
         line = trace.line
         if line is None and task != -1:  # a thread of autograd's: the line is where the thread that waits called backward
             line = _Trace(sys._current_frames().get(self.home)).line
@@ -79,7 +81,7 @@ class Places:
         stack = self.stacks.get(threading.get_ident(), [])
         while stack and stack[-1].frame is not None and stack[-1].frame not in trace.frames:
             stack.pop()  # an optimizer whose step ended with an exception
-        node = torch._C._current_autograd_node()
+        node = compat.current_node()
         node_name = "" if node is None else node.name().removeprefix("torch::autograd::")
         if stack and stack[-1].task == task:  # in backward: forward again, for a checkpoint, or an optimizer in a hook
             phase = stack[-1].phase if task == -1 or stack[-1].phase == "optimizer" else "backward"
@@ -96,7 +98,7 @@ class Places:
             named = ((name, module._parameters.values()) for module, name in list(self.names.items()))
             return next((name for name, parameters in named if any(p is node.variable for p in parameters)), "")
         numbers, names = self.owners.get(threading.get_ident() if from_here else self.home, ([], []))
-        index = bisect_right(numbers, node._sequence_nr())
+        index = bisect_right(numbers, compat.number_of_node(node))
         return names[index - 1] if index else ""
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -118,7 +120,7 @@ class Places:
         return self.names.get(owner, type(owner).__name__)
 
     def _enter(self, entry: "_Entry") -> None:
-        entry.task = torch._C._current_graph_task_id()
+        entry.task = compat.backward_id()
         self.stacks.setdefault(threading.get_ident(), []).append(entry)
         self._note_owner(entry.name)
 
@@ -142,7 +144,7 @@ class Places:
     def _note_owner(self, name: str) -> None:
         """Nodes made from now on in this thread belong to `name`."""
         numbers, names = self.owners.setdefault(threading.get_ident(), ([], []))
-        number = torch.autograd._get_sequence_nr()
+        number = compat.next_node_number()
         if numbers and numbers[-1] == number:
             names[-1] = name
             return

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowp import compat
 from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.health.eagerness import Eagerness
@@ -136,7 +137,7 @@ class Watch:
         step: int = 0,
     ) -> None:
         self.step = step  # optimizer steps completed
-        self._model, self._optimizer = getattr(model, "_orig_mod", model), optimizer  # a compiled model's names are its own
+        self._model, self._optimizer = compat.uncompiled(model), optimizer  # a compiled model's names are its own
         self._formats, self._roles, self._every, self._most = formats, roles, every, sample
         self._log = log
         self._eagerly = Eagerness()

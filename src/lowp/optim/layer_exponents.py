@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from lowp.compat import tree_map_only
 from lowp.tensor.carrier import F64, exponent_below
 
 NO_GRADIENT = -1  # in the place of a gradient's largest magnitude, whose bits are never negative

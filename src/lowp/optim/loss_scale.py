@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowp import compat
 from lowp.optim.layer_exponents import NO_GRADIENT, Layer, LayerExponents, TimesPowerOfTwo, check_saved_layers
 from lowp.tensor.carrier import CARRIERS, F64, exponent_below
 
@@ -260,7 +261,7 @@ def _numbers_to_agree_on(parameters: Sequence[Tensor], flags: Sequence[bool]) ->
             if gradient.numel():
                 together.setdefault((gradient.device, gradient.dtype), []).append((i, gradient))
     for members in together.values():
-        largest = torch.stack(torch._foreach_norm([gradient for _, gradient in members], math.inf))
+        largest = torch.stack(compat.foreach_norm([gradient for _, gradient in members], math.inf))
         bits = _float64_bits(largest).to(device)
         for (i, _), own in zip(members, bits.unbind(), strict=True):
             numbers[i] = own
@@ -300,7 +301,7 @@ def _step(optimizer: Any, scale: float, exponents: dict[Tensor, int]) -> None:
     for divisor in set(scales.values()):
         gradients = [_elements(p.grad) for p, own in scales.items() if own == divisor and p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, 1 / divisor)
+            compat.foreach_mul_(gradients, 1 / divisor)
     optimizer.step()
 
 

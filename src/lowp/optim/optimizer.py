@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.optim import scales
 from lowp.optim.arguments import GradientScale, check_gradient, check_options, own_name, scale_of, with_rate
 from lowp.optim.checkpoint import check_groups, check_states
@@ -311,7 +312,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             group["saved_states"] = sum(bool(saved["state"].get(key)) for key in group["params"])
         return saved
 
-    @torch._disable_dynamo
+    @compat.disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. What does not fit is refused by name, and nothing is changed."""
         groups = [
@@ -348,5 +349,5 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
     """The largest magnitude of each. On CUDA a norm, in a few launches for all; on a CPU, where norms are slow, both ends."""
     if tensors[0].is_cuda:
-        return list(torch._foreach_norm(tensors, math.inf))
+        return list(compat.foreach_norm(tensors, math.inf))
     return [torch.maximum(high, -low) for low, high in map(torch.aminmax, tensors)]

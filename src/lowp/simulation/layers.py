@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lowp.compat import tree_flatten, tree_leaves, tree_unflatten
 from lowp.formats import AnyFormat, BlockFormat, Format
 from lowp.formats import format as parse_format
 from lowp.formats.floats import E8M0FNU

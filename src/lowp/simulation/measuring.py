@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowp.compat import tree_leaves
 from lowp.simulation.layers import ROLES, Layer
 from lowp.simulation.modules import LAYER
 

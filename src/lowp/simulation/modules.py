@@ -20,10 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
-from torch.nn.modules.padding import _ConstantPadNd, _ReflectionPadNd, _ReplicationPadNd
-from torch.nn.modules.pooling import _MaxPoolNd
 
+from lowp import compat
 from lowp.simulation.layers import Layer
 from lowp.simulation.refusals import check_module, check_parameter
 from lowp.simulation.special import forward_of, overrides
@@ -31,9 +29,10 @@ from lowp.simulation.weights import guarded
 
 # Leaves that give numbers on as they are, and those whose result is no activation.
 _MOVE = (nn.Identity, nn.Sequential, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Unfold)
-_PICK = (_MaxPoolNd, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
-_PAD = (_ConstantPadNd, _ReflectionPadNd, _ReplicationPadNd, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d)
-_SILENT = (*_MOVE, *_PICK, *_PAD, _Loss)
+_PICK = (compat.MaxPoolNd, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+_CIRCULAR = (nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d)
+_PAD = (compat.ConstantPadNd, compat.ReflectionPadNd, compat.ReplicationPadNd, *_CIRCULAR)
+_SILENT = (*_MOVE, *_PICK, *_PAD, compat.Loss)
 _WHOLE = (nn.MultiheadAttention,)  # computes as one: its children only hold weights
 
 LAYER = "_lowp_layer"  # in a simulated module's __dict__
@@ -222,7 +221,7 @@ def _rounded_parameter(name: str, place: int) -> Any:
         is_shared = name in layer.shared
         if torch.compiler.is_compiling():
             return layer.weight(parameter, place, rounds_gradient=not is_shared)
-        if is_shared and torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+        if is_shared and compat.is_functorch_wrapped_tensor(parameter):
             is_shared = False  # torch.func knows no hooks: of each use
         elif is_shared and parameter.requires_grad:
             _hook_gradient(layer, name, place, parameter)  # somebody may have put another one there

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.simulation.layers import Layer
 
 Agree = Callable[[Tensor], Tensor]
@@ -57,7 +58,7 @@ class Ranges:
             seen = self._seen()
             self._history = torch.cat([seen[:, None], self._history.to(seen.device)[:, :-1]], 1)
             self._set_bounds(self._history)
-            torch._foreach_zero_([layer.seen[role] for layer, role in self._with_scale("delayed")])
+            compat.foreach_zero_([layer.seen[role] for layer, role in self._with_scale("delayed")])
         self._step = step
 
     def _set_bounds(self, history: Tensor) -> None:
@@ -66,7 +67,7 @@ class Ranges:
         by_row = torch.tensor(lengths).repeat_interleave(torch.tensor(self._rows)).to(history.device)
         counts = torch.arange(history.size(1), device=history.device) < by_row[:, None]
         maxima = torch.where(counts, history, torch.zeros_like(history)).amax(1)
-        torch._foreach_copy_([layer.bounds[role] for layer, role in self._places], list(maxima.split(self._rows)))
+        compat.foreach_copy_([layer.bounds[role] for layer, role in self._places], list(maxima.split(self._rows)))
 
     def agree(self, agree: Agree) -> None:
         """Go by what all ranks have seen in this step."""
@@ -79,7 +80,7 @@ class Ranges:
         return torch.cat([part.to(parts[0].device) for part in parts])
 
     def _see(self, maxima: Tensor) -> None:
-        torch._foreach_copy_([layer.seen[role] for layer, role in self._places], list(maxima.split(self._rows)))
+        compat.foreach_copy_([layer.seen[role] for layer, role in self._places], list(maxima.split(self._rows)))
 
     def start_calibration(self) -> None:
         places = self._with_scale("calibrated")

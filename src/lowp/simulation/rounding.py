@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
 from lowp.simulation.scales import aps_shift, carrier_of, fitting_shift, largest, power_of_two
@@ -60,7 +61,7 @@ class Target:
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             teach_dynamo()
-        elif (self.seen is not None or self.overflows is not None) and torch._C._functorch.is_batchedtensor(x):
+        elif (self.seen is not None or self.overflows is not None) and compat.is_batchedtensor(x):
             raise ValueError("under vmap nothing can be remembered or counted: no delayed scale, and no count_overflow")
         if self.scale.startswith(UNKNOWN):
             raise ValueError(f"{self.scale} has not been calibrated: run the model, and backward, inside lowp.calibrate(model)")

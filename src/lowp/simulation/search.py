@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
+from lowp.compat import tree_map_only
 from lowp.formats import format as parse_format
 from lowp.simulation.frontier import Assignment, Point, SearchResult, Sensitivity
 from lowp.simulation.greedy import Choice, Measurements, descend, improve

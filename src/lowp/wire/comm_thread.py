@@ -12,13 +12,13 @@ import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from lowp import compat
+from lowp.compat import TorchDispatchMode
 from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import BucketExchange
@@ -99,7 +99,7 @@ class CommThread:
         """A turn of the scheduler, seen by whoever watches one of the open buckets: it may advance any of them."""
         modes = dict.fromkeys(mode for bucket in self._open for mode in bucket.modes)
         if modes:
-            with _inside(modes):
+            with compat.in_dispatch_modes(modes):
                 scheduler.turn()
         else:
             scheduler.turn()
@@ -153,23 +153,7 @@ class CommThread:
 
 def _watching_modes() -> tuple[TorchDispatchMode, ...]:
     """The dispatch modes of this thread, outermost first, without those that a compiler works in (fake tensors, say)."""
-    return tuple(mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode())
-
-
-@contextmanager
-def _inside(modes: Collection[TorchDispatchMode]) -> Iterator[None]:
-    """Enter modes on this thread alone.
-
-    `with mode:` would also set torch's flag "in a mode", which all threads share; where the sender leaves before us, we would
-    set it again on our way out, for ever, and torch.compile would not compile any more.
-    """
-    for mode in modes:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            _pop_mode()
+    return tuple(mode for mode in compat.dispatch_modes() if not mode.is_infra_mode())
 
 
 _open_threads: "weakref.WeakSet[CommThread]" = weakref.WeakSet()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lowp import compat
 from lowp.wire.collectives import check_gradient
 from lowp.wire.compressor import Compressor
 from lowp.wire.naming import all_names
@@ -120,9 +121,9 @@ class Handle:
     def _cannot_join(self) -> str | None:
         """What is wrong with this step within `ddp.join()`. All ranks find the same, before anything is sent."""
         ddp = self._ddp()
-        if ddp is None or not ddp._join_config.enable:
+        if ddp is None or not compat.joins(ddp):
             return None
-        if not ddp._divide_by_initial_world_size:
+        if not compat.divides_by_initial_world_size(ddp):
             return (
                 "compressed gradients are divided by the number of all ranks, also of those that have joined: "
                 "call ddp.join(divide_by_initial_world_size=True)"
@@ -138,9 +139,8 @@ class Handle:
         waiting, self._waiting, self._seen = self._waiting, [], 0
         if self._refusal is None:
             self._compressor.step_done()
-        if torch._C._current_graph_task_id() != -1:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(self._arrived))
+        if compat.backward_id() != -1:
+            compat.after_backward(lambda: compat.after_backward(self._arrived))
             return
         # No backward is running: this rank has no inputs left (ddp.join) and sends zeros to match what the others send.
         torch.futures.wait_all(waiting)
@@ -274,12 +274,12 @@ def _hook(switch: _Switch, bucket: dist.GradBucket) -> torch.futures.Future[Tens
 
 def _checked(model: Any) -> DistributedDataParallel:
     """The DDP model, out of torch.compile's wrapper, if it can be compressed now."""
-    wrapped = getattr(model, "_orig_mod", model)  # torch.compile's OptimizedModule: its import would take a second
+    wrapped = compat.uncompiled(model)
     if not isinstance(wrapped, DistributedDataParallel):
         raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {type(wrapped).__name__}")
     if wrapped in _switches and _switches[wrapped].handle is not None:
         raise RuntimeError("the gradients of this model are compressed already: call remove() on the handle of that first")
-    if wrapped._use_python_reducer:
+    if compat.has_no_buckets(wrapped):
         raise RuntimeError("torch._dynamo.config.optimize_ddp = 'python_reducer' has no buckets: compress_gradients needs them")
     return wrapped
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowp import compat
 from lowp.formats.floats import FP32
 from lowp.tensor.noise import Domain
 from lowp.wire.chunk_scheduler import ChunkScheduler, Task
@@ -85,8 +86,7 @@ class FsdpHandle:
 
     def remove(self) -> None:
         """Let FSDP2 send as it does by itself."""
-        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torchs_own
-
+        torchs_own = compat.fsdp_collectives()
         self._removed = True
         for module in self._modules:
             module.set_custom_reduce_scatter(torchs_own.DefaultReduceScatter())
@@ -116,7 +116,7 @@ class FsdpHandle:
         self._meter.report.elements += elements
         if not self._in_step:
             self._in_step = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+            compat.after_backward(self._end_step)
 
     def _end_step(self) -> None:
         self._in_step = False
@@ -135,13 +135,10 @@ class FsdpHandle:
 
 
 class _Group:
-    """The parameters of one `fully_shard`: over how many ranks they are sharded, and how many replicas every shard has.
-
-    torch says so nowhere in public; these are the names of torch 2.11 to 2.13.
-    """
+    """The parameters of one `fully_shard`: over how many ranks they are sharded, and how many replicas every shard has."""
 
     def __init__(self, module: Any) -> None:
-        self._group = module._get_fsdp_state()._fsdp_param_group  # None for a module without parameters of its own
+        self._group = compat.fsdp_parameters(module)  # None for a module without parameters of its own
         mesh = None if self._group is None else self._group.mesh_info
         self.shards: int = getattr(mesh, "shard_mesh_size", 1)
         self.replicas: int = getattr(mesh, "replicate_mesh_size", 1)
@@ -224,19 +221,17 @@ def _poison(peaks: Tensor) -> Tensor:
 
 
 def _reduce_scatter(codec: Codec | None, handle: FsdpHandle, parameters: _Group) -> Any:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-
+    torchs_own = compat.fsdp_collectives()
     if codec is None:
 
-        class CountedReduceScatter(DefaultReduceScatter):
+        class CountedReduceScatter(torchs_own.DefaultReduceScatter):
             def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *more: Any, **named: Any) -> Any:
                 handle.reduces(input_tensor.numel())
                 return super().__call__(output_tensor, input_tensor, *more, **named)
 
         return CountedReduceScatter()
 
-    class CompressedReduceScatter(_Room, ReduceScatter):
+    class CompressedReduceScatter(_Room, torchs_own.ReduceScatter):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
             """FSDP2 cannot be left in the middle: after a failure the gradients are zero, and backward raises at its end."""
             handle.reduces(input_tensor.numel())
@@ -280,9 +275,9 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
 
 
 def _all_gather(codec: Codec, handle: FsdpHandle) -> Any:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+    torchs_own = compat.fsdp_collectives()
 
-    class CompressedAllGather(_Room, AllGather):
+    class CompressedAllGather(_Room, torchs_own.AllGather):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
             _gather_from_owners(output_tensor, input_tensor, codec, group, handle)
 
@@ -326,9 +321,7 @@ class _Room:
 
 
 def _raise_after_backward(error: Exception) -> None:
-    engine = torch.autograd.Variable._execution_engine
-
     def complain() -> None:
         raise error
 
-    engine.queue_callback(lambda: engine.queue_callback(complain))
+    compat.after_backward(lambda: compat.after_backward(complain))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp.compat import constant_for_dynamo
 from lowp.formats import AnyFormat
 from lowp.tensor.matmul import keys
 from lowp.tensor.matmul.arguments import Seed, arithmetic_name, check_operands, noise_parts
@@ -151,11 +152,9 @@ def bias_gradient(rows: Tensor, arithmetic: str, noise: Any, seed: Any, step: An
     return torch.ops.lowp.matmul(ones, rows, None, of_addends(arithmetic), noise, seed, step, keys.BIAS).squeeze(0)
 
 
+@constant_for_dynamo
 def of_addends(arithmetic: str) -> str:
     return name_of(named(arithmetic).of_addends)
-
-
-of_addends._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see dynamo.py
 
 
 def _gradient_of_first(gradient: Tensor, a: Tensor, b: Tensor, rest: tuple, part: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowp import compat
 from lowp.train.exchange.base import Gradients
 from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
@@ -111,7 +112,7 @@ class _Source:
 
     def _set(self, values: list[Tensor]) -> None:
         if values:
-            torch._foreach_copy_(self._buffers, values)
+            compat.foreach_copy_(self._buffers, values)
 
     def finish(self) -> None:
         self._set(self._after)
