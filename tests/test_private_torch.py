@@ -15,14 +15,6 @@ SOURCE = Path(__file__).parents[1] / "src/lowp"
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 # These are being rewritten: kernels of eager calls will do without inductor.
 NOT_YET = ("tensor/kernels.py", "tensor/flat.py", "wire/exchange.py")
-    "tensor/kernels.py",
-    "tensor/flat.py",
-    "tensor/dynamo.py",
-    "tensor/inductor.py",
-    "tensor/lists/function.py",
-    "tensor/ops.py",
-    "wire/exchange.py",
-)
 # Private attributes of objects of torch's that are used where they are: what every subclass of these classes works with.
 OF_MODULES = {"_parameters", "_buffers", "_modules", "_forward_pre_hooks"}  # nn.Module
 OF_RECURRENT = {"_flat_weights_names", "_init_flat_weights"}  # nn.RNNBase
