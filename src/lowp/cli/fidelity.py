@@ -21,7 +21,7 @@ class Fidelity:
     finite: int = 0
     nonzero: int = 0  # and finite
     underflowed: int = 0  # became zero, and were not
-    overflowed: int = 0  # larger than the format's largest value, whatever they became
+    overflowed: int = 0  # whatever they became (tensor/overflow.py)
     nan: int = 0
     inf: int = 0
     signal: float = 0.0  # sum of squares
@@ -53,11 +53,11 @@ class Fidelity:
 
     @property
     def overflow(self) -> float:
-        """The share of finite numbers beyond the range."""
+        """The share of finite numbers that overflow."""
         return self.overflowed / self.finite if self.finite else 0.0
 
 
-def compare(x: Tensor, rounded: Tensor, beyond: Tensor) -> Fidelity:
+def compare(x: Tensor, rounded: Tensor, overflowed: Tensor) -> Fidelity:
     """The figures of one piece, in float64."""
     finite = x.isfinite()
     kept, became = (x, rounded) if finite.all() else (x[finite], rounded[finite])
@@ -69,7 +69,7 @@ def compare(x: Tensor, rounded: Tensor, beyond: Tensor) -> Fidelity:
         finite=kept.numel(),
         nonzero=int(nonzero.sum()),
         underflowed=int((nonzero & (became == 0)).sum()),
-        overflowed=int(beyond.sum()),
+        overflowed=int(overflowed.sum()),
         nan=int(x.isnan().sum()),
         inf=int(x.isinf().sum()),
         signal=float(kept.square().sum()),
@@ -86,7 +86,7 @@ def measure(tensor: Tensor, rounder: Rounder) -> Fidelity:
         for offset, piece in pieces(tensor, rounder):
             x = piece.to(torch.float64)  # exact: the error measured is the format's, not that of the tensor's own dtype
             rounded = rounder.quantize(x, offset)
-            total += compare(x, rounded, rounder.beyond_range(x, rounded, offset))
+            total += compare(x, rounded, rounder.overflowed(x, rounded))
     return total
 
 

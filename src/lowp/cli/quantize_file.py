@@ -22,7 +22,7 @@ HEADINGS = {"SQNR dB": 7, "max error": 9, "mean rel.": 9, "underflow": 9, "overf
 LEGEND = (
     "SQNR, max error, mean relative error: of finite numbers; one that becomes inf\n"
     "or NaN makes them infinite.  underflow: share of non-zero numbers that become\n"
-    "0.  overflow: share beyond the largest value.  NaN, inf: how many there were."
+    "0.  overflow: share that rounds beyond the largest value.  NaN, inf: counts."
 )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.ops import quantize
+from lowp.tensor.overflow import overflows
 from lowp.wire.codec import Codec
 
 SAMPLE = 1024  # elements of a message part that are looked at for saturation and underflow
@@ -117,8 +118,8 @@ class Meter:
         sample = sample * codec.factor(message, numbers.numel())
         rounded = quantize(sample, codec.format, saturate=True)
         zero = sample == 0
-        overflows = (sample.abs() > codec.format.max) & sample.isfinite()
-        counts = torch.stack([(~zero).sum(), overflows.sum(), ((rounded == 0) & ~zero).sum()]).to(torch.float64)
+        saturated, underflowed = overflows(sample, codec.format), (rounded == 0) & ~zero
+        counts = torch.stack([(~zero).sum(), saturated.sum(), underflowed.sum()]).to(torch.float64)
         self._counts = counts if self._counts is None else self._counts + counts
 
     def compare(self, ours: Tensor, exact: Tensor) -> None:
