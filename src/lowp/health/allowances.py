@@ -8,7 +8,6 @@ accumulation type. What is not a statistic is not here: in FP16, `nn.RMSNorm` on
 (`torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)` stops the latter).
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from lowp import compat
 from lowp.health.places import Place
+from lowp.names import covers, did_you_mean
 
 _NESTED = (list, tuple)
 
@@ -188,10 +188,9 @@ def _parse(name: str) -> Allowance:
             raise ValueError(f"{name!r} lacks a pattern, such as {'module:layer1.*' if kind == 'module' else 'op:aten.sum'!r}")
         if kind == "op":
             return Allowance(name, "operations of that name", lambda seen: fnmatchcase(seen.operation, glob))
-        return Allowance(name, "modules of that name", lambda seen: fnmatchcase(seen.find_place().module, glob))
+        return Allowance(name, "modules of that name", lambda seen: covers(glob, seen.find_place().module))
     known = {allowance.name: allowance for allowance in ALLOWANCES}
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(map(repr, known))}"
+        hint = did_you_mean(name, known, f"known are {', '.join(map(repr, known))}")
         raise ValueError(f"unknown allowance {name!r}; {hint} (or a pattern: 'module:<glob>', 'op:<glob>')")
     return known[name]

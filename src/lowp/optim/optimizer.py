@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowp import compat
 from lowp.optim import scales
-from lowp.optim.arguments import GradientScale, check_gradient, check_options, own_name, scale_of, with_rate
+from lowp.optim.arguments import GradientScale, check_gradient, check_options, gradient_scale_of, own_name, with_rate
 from lowp.optim.checkpoint import check_groups, check_states
 from lowp.optim.family import Family, Step
 from lowp.optim.gathering import Families, gather, still_holds
@@ -170,7 +170,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                     steps += self._steps_of(each, rated, gradient_scale)
         worst = self._measure(steps, plain)
         for group, parameters in plain:
-            units = [1.0 / scale_of(gradient_scale, p) for p in parameters]
+            units = [1.0 / gradient_scale_of(gradient_scale, p) for p in parameters]
             gradients = [p.grad for p in parameters if p.grad is not None]
             gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
             for p in parameters:
@@ -235,7 +235,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             call = torch.tensor(scales.constants(rule.averages(group), group["seed"], step), dtype=torch.int32).view(-1, 1)
             if each.device.type != "cpu":
                 call = call.to(each.device, non_blocking=True)
-            units = [sign / scale_of(gradient_scale, member.parameter) for member in chosen.members]
+            units = [sign / gradient_scale_of(gradient_scale, member.parameter) for member in chosen.members]
             found.append(Step(chosen, call, rule.scalars(group, step), units))
         return found
 

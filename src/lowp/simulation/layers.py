@@ -13,7 +13,6 @@ The scale is that of the first matching entry that gives the role one, else the 
 `Arithmetic`, by its name; it has no scale and is not promoted.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +25,7 @@ from lowp.compat import tree_flatten, tree_leaves, tree_unflatten
 from lowp.formats import AnyFormat, BlockFormat, Format
 from lowp.formats import format as parse_format
 from lowp.formats.floats import E8M0FNU
+from lowp.names import did_you_mean
 from lowp.simulation.accumulate import NarrowSums
 from lowp.simulation.rounding import UNKNOWN, Target, passed
 from lowp.simulation.scales import NONE, Scale, known_shift
@@ -259,7 +259,6 @@ def checked_roles(formats: Mapping[str, Any], where: str) -> dict[str, str | Non
     known = (*ROLES, SUMS)
     for role in formats:
         if role not in known:
-            near = difflib.get_close_matches(str(role), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"roles are {', '.join(known)}"
+            hint = did_you_mean(str(role), known, f"roles are {', '.join(known)}")
             raise ValueError(f"unknown role {role!r} in {where}; {hint}")
     return {role: checked_arithmetic(name) if role == SUMS else checked_format(name, role) for role, name in formats.items()}

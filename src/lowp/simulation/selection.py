@@ -1,21 +1,14 @@
-"""Which layers an entry of `layers=` is for. Its key is
-
-- a name, or a shell pattern for names: "blocks.0", "layer1.*";
-- the name of a class ("BatchNorm2d"), or a class, subclasses included: nn.Linear;
-- "first" or "last", of the layers that have a matrix of weights, in order of registration;
-- a predicate `(name, module) -> bool`, asked about every module;
-
-and means everything inside the modules that it matches. Keys are looked up once, when formats are set: what is kept are names.
+"""Which layers an entry of `layers=` is for. Its key is a pattern (names.py has the grammar), a class, subclasses included, or
+a predicate, which is asked about every module. Keys are looked up once, when formats are set: what is kept are names.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
+from lowp.names import covers, matches_nothing, written
 from lowp.simulation.layers import ROLES, SUMS, Layer, Rules, Selector, checked_roles
 from lowp.simulation.scales import Scale, checked_scales
 
@@ -48,13 +41,12 @@ def selected(rules: Rules | None, layers: Sequence[Layer], modules: Modules) -> 
     """The entries of `layers=`, in order."""
     found = []
     for key, entry in (rules or {}).items():
-        written = _written(key)
         if not isinstance(entry, Mapping):
-            raise TypeError(f"layers[{written}] is a mapping of roles to formats, not {entry!r}")
+            raise TypeError(f"layers[{written(key)}] is a mapping of roles to formats, not {entry!r}")
         names = frozenset(layer.name for layer in _matching(key, layers, modules))
         if not names:
-            raise ValueError(f"layers: {written} matches nothing; {_nearest(key, layers)}")
-        where = f"layers[{written}]"
+            raise ValueError(f"layers: {matches_nothing(key, [layer.name for layer in layers])}")
+        where = f"layers[{written(key)}]"
         scales = checked_scales(entry["scale"], ROLES, f"{where}['scale']") if "scale" in entry else {}
         formats = checked_roles({role: name for role, name in entry.items() if role != "scale"}, where)
         if formats.get(SUMS) is not None and not any(SUMS in layer.roles for layer in layers if layer.name in names):
@@ -85,14 +77,4 @@ def _matching(key: Selector, layers: Sequence[Layer], modules: Modules) -> list[
 
 
 def _is_called(name: str, kind: type, pattern: str) -> bool:
-    return fnmatchcase(name or kind.__name__, pattern) or kind.__name__ == pattern
-
-
-def _written(key: Selector) -> str:
-    return repr(key) if isinstance(key, str) else getattr(key, "__qualname__", repr(key))
-
-
-def _nearest(key: Selector, layers: Sequence[Layer]) -> str:
-    names = [layer.name for layer in layers]
-    near = difflib.get_close_matches(key, names, n=3, cutoff=0.5) if isinstance(key, str) else []
-    return f"there are {', '.join(near or [*names[:3], '...'][: len(names)])}"
+    return covers(pattern, name or kind.__name__) or kind.__name__ == pattern

@@ -96,7 +96,7 @@ def _agree_once(communicator: Communicator, said: str) -> None:
 
 
 def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, communicator: Communicator, step: int) -> Report:
-    layer = Layer("tensor", tensor.numel(), settings.codec(["tensor"], 1, False, step), 0)
+    layer = Layer("tensor", tensor.numel(), settings.codec(["tensor"], 1, (), step), 0)
     if tensor.numel() >= SMALL:
         warm_up({layer.codec}, tensor.device)
     flat = tensor.detach().contiguous().view(-1)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowp.names import matches_nothing
 from lowp.version import __version__
 from lowp.wire.auto import best_for, choose
 from lowp.wire.codec import Codec
@@ -54,8 +55,8 @@ class Compressor:
         self._shapes = shapes
         self._parameters = Parameters(shapes, settings, names)
         self.settings = settings
-        if unmatched := settings.unmatched(shapes if names is None else names):
-            raise ValueError(f"no parameter is called like {', '.join(map(repr, unmatched))}; there are {_some(shapes)}")
+        for pattern in settings.unmatched(shapes if names is None else names):
+            raise ValueError(f"skip or layers: {matches_nothing(pattern, shapes if names is None else names)}")
         self.state = State()
         self._device = device
         world = dist.get_world_size(group)
@@ -292,8 +293,3 @@ def _kind(value: Any) -> str:
 def _digest(shapes: Mapping[str, torch.Size]) -> str:
     text = ";".join(f"{name}{tuple(shape)}" for name, shape in shapes.items())
     return f"{len(shapes)}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
