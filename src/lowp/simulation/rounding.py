@@ -16,11 +16,12 @@ from torch import Tensor
 from lowp import compat
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
-from lowp.simulation.scales import aps_shift, carrier_of, fitting_shift, largest, power_of_two
+from lowp.simulation.scales import aps_shift, fitting_shift, power_of_two
 from lowp.tensor import node
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import quantize_operation
 from lowp.tensor.dynamo import in_graph, is_exporting, let_dynamo_fall_back, teach_dynamo
+from lowp.tensor.fitting import carrier_of, largest
 from lowp.tensor.noise import KEY_SIZE, Domain, Noise, key_tensor
 from lowp.tensor.ops import quantize
 from lowp.tensor.overflow import overflows

@@ -33,9 +33,9 @@ from lowp.simulation.layers import ROLES, SUMS, ArithmeticName, FormatName, Laye
 from lowp.simulation.modules import LAYER, check_can_revert, convert, is_simulated, parts, revert, sums_products
 from lowp.simulation.policies.policy import Policy
 from lowp.simulation.ranges import Ranges
-from lowp.simulation.scales import largest
 from lowp.simulation.simulation import ScaleNames, Simulation
 from lowp.simulation.special import channel_axis
+from lowp.tensor.fitting import largest
 from lowp.tensor.ops import quantize
 
 
