@@ -9,7 +9,7 @@ import torch
 
 import lowp
 from lowp.cli.quantize_numbers import note
-from lowp.cli.rounder import Rounder
+from lowp.cli.rounder import FormatRounder
 from lowp.formats import BlockFormat, FixedFormat, FloatFormat, reference
 from lowp.formats import format as parse_format
 from lowp.health.statistics import measure, summary
@@ -77,7 +77,7 @@ def test_everybody_counts_the_same(number, expected, saturates):
     fmt, x = parse_format("e4m3fn"), torch.tensor([number, 1.0])
     assert int(overflows(x, fmt).sum()) == expected
 
-    rounder = Rounder(fmt, saturate=saturates)
+    rounder = FormatRounder(fmt, saturate=saturates)
     beyond = rounder.overflowed(x.double(), rounder.quantize(x.double()))
     assert int(beyond.sum()) == expected
     said = note(number, float(rounder.quantize(x)[0]), bool(beyond[0]), rounder.saturates)

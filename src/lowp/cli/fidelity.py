@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from lowp.cli.rounder import Rounder, plain_operations
+from lowp.cli.rounder import FormatRounder, plain_operations
 from lowp.formats import BlockFormat
 
 PIECE = 1 << 16  # elements: they stay in the cache
@@ -79,7 +79,7 @@ def compare(x: Tensor, rounded: Tensor, overflowed: Tensor) -> Fidelity:
     )
 
 
-def measure(tensor: Tensor, rounder: Rounder) -> Fidelity:
+def measure(tensor: Tensor, rounder: FormatRounder) -> Fidelity:
     """What rounding does to a floating-point tensor. Only pieces of it are ever held in float64."""
     total = Fidelity()
     with plain_operations():
@@ -90,7 +90,7 @@ def measure(tensor: Tensor, rounder: Rounder) -> Fidelity:
     return total
 
 
-def pieces(tensor: Tensor, rounder: Rounder) -> Iterator[tuple[int, Tensor]]:
+def pieces(tensor: Tensor, rounder: FormatRounder) -> Iterator[tuple[int, Tensor]]:
     """The tensor in contiguous pieces, each with the index of its first element, that round as the whole would.
 
     Rows are cut between blocks only. A scale of the whole tensor needs the whole tensor.

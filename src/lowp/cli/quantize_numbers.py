@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 
 from lowp.cli.output import console, hexadecimal, percent, print_json, short, table, tidy
-from lowp.cli.rounder import Rounder, plain_operations
+from lowp.cli.rounder import FormatRounder, plain_operations
 from lowp.formats import BlockFormat
 
 
@@ -25,7 +25,7 @@ class Rounded:
     note: str
 
 
-def try_numbers(numbers: list[float], rounders: list[Rounder], limit: int | None, json: bool) -> None:
+def try_numbers(numbers: list[float], rounders: list[FormatRounder], limit: int | None, json: bool) -> None:
     with plain_operations():
         columns = [round_all(numbers[:limit], rounder) for rounder in rounders]
     rows = [row for of_one_number in zip(*columns, strict=True) for row in of_one_number]
@@ -40,14 +40,14 @@ def try_numbers(numbers: list[float], rounders: list[Rounder], limit: int | None
         out.print(f"[dim]Left out by --limit: {len(numbers) - limit} more numbers.[/]")
 
 
-def round_all(numbers: list[float], rounder: Rounder) -> list[Rounded]:
+def round_all(numbers: list[float], rounder: FormatRounder) -> list[Rounded]:
     x = torch.tensor(numbers, dtype=torch.float64)
     values = rounder.quantize(x)
     columns = (numbers, values.tolist(), rounder.codes(x), rounder.overflowed(x, values).tolist())
     return [_rounded(*row, rounder) for row in zip(*columns, strict=True)]
 
 
-def _rounded(number: float, value: float, code: int | None, overflowed: bool, rounder: Rounder) -> Rounded:
+def _rounded(number: float, value: float, code: int | None, overflowed: bool, rounder: FormatRounder) -> Rounded:
     error = relative = None
     if math.isfinite(number) and math.isfinite(value):
         exact = Fraction(value) - Fraction(number)

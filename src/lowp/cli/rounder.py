@@ -14,7 +14,7 @@ from lowp.tensor.overflow import overflows
 
 
 @dataclass(frozen=True)
-class Rounder:
+class FormatRounder:
     fmt: AnyFormat
     rounding: Rounding = Rounding.NEAREST
     saturate: bool = False

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowp import compat
-from lowp.health.places import Place
+from lowp.health.places import OperationPlace
 from lowp.names import covers, did_you_mean
 
 _NESTED = (list, tuple)
@@ -31,7 +31,7 @@ class Sighting:
     slot: str  # "" for what is held
     tensor: Tensor
     made: bool  # by this operation, not a view of what it was given
-    find_place: Callable[[], Place]
+    find_place: Callable[[], OperationPlace]
 
     @property
     def bytes(self) -> int:
@@ -63,7 +63,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def sightings(
-    func: Any, args: Any, kwargs: Any, out: Any, forbidden: frozenset[torch.dtype], find_place: Callable[[], Place]
+    func: Any, args: Any, kwargs: Any, out: Any, forbidden: frozenset[torch.dtype], find_place: Callable[[], OperationPlace]
 ) -> Iterator[Sighting]:
     """The distinct forbidden tensors of a call: what it was given, then what it made or gave back."""
     operation = str(getattr(func, "overloadpacket", func))

@@ -26,7 +26,7 @@ _OWNERS_KEPT = 1_000_000
 
 
 @dataclass(frozen=True)
-class Place:
+class OperationPlace:
     """Where an operation ran."""
 
     module: str  # "layer1.0.conv1", "optimizer step (SGD)", or "" outside of them
@@ -54,7 +54,7 @@ class Places:
         self.models: WeakSet[nn.Module] = WeakSet()  # outermost modules
         self.optimizers: WeakSet[Optimizer] = WeakSet()
         self.at_border: Callable[[nn.Module | Optimizer], None] = lambda owner: None
-        self.stacks: dict[int, list[_Entry]] = {}
+        self.stacks: dict[int, list[_ActiveOwner]] = {}
         self.owners: dict[int, tuple[list[int], list[str]]] = {}  # by thread: a node's number -> the module from there on
 
     def __enter__(self) -> "Places":
@@ -70,14 +70,16 @@ class Places:
         for hook in self.hooks:
             hook.remove()
 
-    def find(self) -> Place:
+    def find(self) -> OperationPlace:
         """The place of the operation that runs now in this thread."""
         trace = _Trace(sys._getframe(1))
         task = compat.backward_id()
         line = trace.line
         if line is None and task != -1:  # a thread of autograd's: the line is where the thread that waits called backward
             line = _Trace(sys._current_frames().get(self.home)).line
-        place = partial(Place, line=line or trace.lowp_line or "an unknown line", lowp_parts=frozenset(trace.lowp_parts))
+        place = partial(
+            OperationPlace, line=line or trace.lowp_line or "an unknown line", lowp_parts=frozenset(trace.lowp_parts)
+        )
         stack = self.stacks.get(threading.get_ident(), [])
         while stack and stack[-1].frame is not None and stack[-1].frame not in trace.frames:
             stack.pop()  # an optimizer whose step ended with an exception
@@ -108,18 +110,18 @@ class Places:
             self.models.add(module)
             self.names.update((child, prefix + name) for name, child in module.named_modules() if name)
             self.names[module] = type(module).__name__
-        self._enter(_Entry(module, self.names[module], "forward"))
+        self._enter(_ActiveOwner(module, self.names[module], "forward"))
 
     def _enter_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizers.add(optimizer)
-        self._enter(_Entry(optimizer, self.name_of(optimizer), "optimizer", frame=sys._getframe(1)))
+        self._enter(_ActiveOwner(optimizer, self.name_of(optimizer), "optimizer", frame=sys._getframe(1)))
 
     def name_of(self, owner: nn.Module | Optimizer) -> str:
         if isinstance(owner, Optimizer):
             return f"optimizer step ({type(owner).__name__})"
         return self.names.get(owner, type(owner).__name__)
 
-    def _enter(self, entry: "_Entry") -> None:
+    def _enter(self, entry: "_ActiveOwner") -> None:
         entry.task = compat.backward_id()
         self.stacks.setdefault(threading.get_ident(), []).append(entry)
         self._note_owner(entry.name)
@@ -155,7 +157,7 @@ class Places:
 
 
 @dataclass
-class _Entry:
+class _ActiveOwner:
     """A module or an optimizer at work."""
 
     owner: Any

@@ -105,7 +105,7 @@ class Sample:
         return {"step": self._step} | dict(zip(("layer", "role", "format"), key, strict=True))
 
 
-class Log:
+class HealthLog:
     """Samples that wait for their figures to reach the host, then records: the newest in memory, all in the file."""
 
     def __init__(self, path: Path | None, keep: int) -> None:

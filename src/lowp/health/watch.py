@@ -27,7 +27,7 @@ from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.health.eagerness import Eagerness
 from lowp.health.intent import Intent, intended_updates, look
-from lowp.health.samples import Log, Sample, table
+from lowp.health.samples import HealthLog, Sample, table
 from lowp.health.statistics import local_part, measure_change, named_tensors, own_format
 from lowp.health.statistics import sample as sample_of
 
@@ -85,7 +85,7 @@ def watch(
             raise ValueError(f"{name} is a number of {'elements' if name == 'sample' else 'steps'} from 1 up, not {number!r}")
     roles = (roles,) if isinstance(roles, str) else tuple(roles)
     _check_roles(roles)
-    log = Log(None if path is None else Path(path), keep)
+    log = HealthLog(None if path is None else Path(path), keep)
     return Watch(model, optimizer, _formats(format), frozenset(roles), every, sample, log, step)
 
 
@@ -133,7 +133,7 @@ class Watch:
         roles: frozenset[str],
         every: int,
         sample: int,
-        log: Log,
+        log: HealthLog,
         step: int = 0,
     ) -> None:
         self.step = step  # optimizer steps completed
@@ -309,6 +309,6 @@ def _has_arguments(args: tuple, kwargs: dict) -> bool:
     return any(value is not None for value in (*args[1:], *(value for name, value in kwargs.items() if name != _SCALE)))
 
 
-def _finish(log: Log, eagerly: Eagerness) -> None:
+def _finish(log: HealthLog, eagerly: Eagerness) -> None:
     eagerly.leave()
     log.write()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowp import compat
-from lowp.optim.layer_exponents import NO_GRADIENT, Layer, LayerExponents, TimesPowerOfTwo, check_saved_layers
+from lowp.optim.layer_exponents import NO_GRADIENT, LayerExponents, ScaledLayer, TimesPowerOfTwo, check_saved_layers
 from lowp.tensor.carrier import CARRIERS, F64, exponent_below
 
 FP16_LIMIT = 2.0**15  # the largest power of two in FP16: a scale above it makes the gradient of an FP16 loss infinite
@@ -202,12 +202,12 @@ class LossScale:
         agreed = numbers.tolist()
         return dict(zip(parameters, agreed, strict=False)), agreed[len(parameters) :]
 
-    def _to_blame(self, bad: Sequence[Tensor], largest: dict[Tensor, int]) -> list[Layer]:
+    def _to_blame(self, bad: Sequence[Tensor], largest: dict[Tensor, int]) -> list[ScaledLayer]:
         """Layers that overflowed by themselves. None did if the scale has just grown: exponents do not rise in that step."""
         just_grown = self._clean_steps == self._skipped_in_a_row == 0
         return [] if just_grown else self._layers.to_blame(bad, largest)
 
-    def _leave_out(self, culprit: str, layers: Sequence[Layer] = ()) -> None:
+    def _leave_out(self, culprit: str, layers: Sequence[ScaledLayer] = ()) -> None:
         """Count a step that was not applied, and lower the layers that overflowed by themselves, or else the scale."""
         self.skipped += 1
         self._skipped_in_a_row += 1

@@ -22,7 +22,7 @@ from lowp.optim.in_graph import register, step_in_graph
 from lowp.optim.kernels import Layout
 from lowp.optim.rounding import UPDATES, scale_of_compensation
 from lowp.optim.rules import Rule
-from lowp.optim.sharding import Placement
+from lowp.optim.sharding import LocalParameter
 from lowp.optim.storing import decoded, layout_for
 from lowp.tensor.carrier import FORMAT_OF_DTYPE
 from lowp.tensor.errors import NonFiniteGradient
@@ -117,7 +117,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 )
             if parameter.numel() > 1 << 30:
                 raise ValueError(f"{name} has {parameter.numel()} elements; up to 2^30 are supported")
-            Placement(parameter).check()
+            LocalParameter(parameter).check()
             self._layout(parameter, group, own_name(group, i), parameter.dtype)
 
     def _name(self, group: dict[str, Any], i: int, place: int) -> str:
@@ -198,7 +198,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _refuse_nonfinite(self, members: list[Tensor]) -> None:
         """Of parameters that torch's own functions update, which would not leave a bad step alone. One wait for all of them."""
-        parts = {p: Placement(p).part_of(p.grad) for p in members}
+        parts = {p: LocalParameter(p).part_of(p.grad) for p in members}
         parts = {p: part for p, part in parts.items() if part.numel()}  # of a shard with nothing in it there is no largest
         if not parts:
             return
@@ -286,7 +286,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def full_weight(self, parameter: Tensor) -> Tensor:
         """The weight with Kahan's compensation, where there is one (float32; this rank's part)."""
-        placement, state = Placement(parameter), self.state.get(parameter, {})
+        placement, state = LocalParameter(parameter), self.state.get(parameter, {})
         weight = placement.local.to(torch.float32)
         if "compensation" not in state:
             return weight

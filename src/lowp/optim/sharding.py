@@ -21,7 +21,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Placement:
+class LocalParameter:
     """One parameter on this rank."""
 
     parameter: Any

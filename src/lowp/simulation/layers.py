@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 @dataclass(eq=False)
-class Layer:
+class SimulatedLayer:
     """One module that is simulated: format and scale of each of its roles, and the rounding of its tensors."""
 
     name: str
@@ -215,6 +215,9 @@ def _count(output: Any) -> int:
     """Floating-point numbers in an output."""
     leaves = [output.data] if isinstance(output, PackedSequence) else tree_leaves(output)
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+Layer = SimulatedLayer  # its name in models that were saved before
 
 
 def plan_of(format: str | None, scale: Scale, what: str) -> Plan | None:

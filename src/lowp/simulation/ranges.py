@@ -2,10 +2,10 @@
 
 Every tensor that a layer rounds has a row, all layers' and roles' one after the other:
 
-1. Passes raise `Layer.seen` to the largest magnitude that they meet. Several passes of a step (virtual ranks, accumulated
+1. Passes raise a layer's `seen` to the largest magnitude that they meet. Several passes of a step (virtual ranks, accumulated
    batches, recomputed activations) give the largest of them all, in whatever order.
 2. Ranks that train together agree: everybody takes the largest that any of them has seen.
-3. When the next step begins, `seen` becomes the first column of the history, whose last one goes, and `Layer.bounds` the
+3. When the next step begins, `seen` becomes the first column of the history, whose last one goes, and `bounds` the
    largest of each row's last n. Nothing moves during a pass, so that all passes of a step are scaled alike.
 
 `seen` and `bounds` are changed in place, by compiled code too: a new step compiles nothing, and nobody waits for the device.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowp import compat
-from lowp.simulation.layers import Layer
+from lowp.simulation.layers import SimulatedLayer
 
 Agree = Callable[[Tensor], Tensor]
 _NOT_SEEN = -1.0
@@ -28,13 +28,13 @@ _NOT_SEEN = -1.0
 class Ranges:
     """The rows of one simulation."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[SimulatedLayer]) -> None:
         self._places = [(layer, role) for layer in layers for role in layer.tensor_roles]
         self._rows = [layer.places(role) for layer, role in self._places]
         self._step = 0  # that `seen` belongs to
         self._history: Tensor | None = None  # [rows, steps], the latest first
 
-    def _with_scale(self, kind: str) -> list[tuple[Layer, str]]:
+    def _with_scale(self, kind: str) -> list[tuple[SimulatedLayer, str]]:
         plans = [layer.plans[role] for layer, role in self._places]
         return [place for place, plan in zip(self._places, plans, strict=True) if plan is not None and plan.scale == kind]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lowp.names import covers, matches_nothing, written
-from lowp.simulation.layers import ROLES, SUMS, Layer, Rules, Selector, checked_roles
+from lowp.simulation.layers import ROLES, SUMS, Rules, Selector, SimulatedLayer, checked_roles
 from lowp.simulation.scales import Scale, checked_scales
 
 Modules = Callable[[], Mapping[str, nn.Module]]  # all modules of the model, by name
@@ -29,7 +29,7 @@ class Rule:
         return {"layers": sorted(self.layers), "formats": dict(self.formats), "scales": scales}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], layers: Sequence[Layer]) -> "Rule":
+    def from_state(cls, state: Mapping[str, Any], layers: Sequence[SimulatedLayer]) -> "Rule":
         unknown = set(state["layers"]) - {layer.name for layer in layers}
         if unknown:
             raise ValueError(f"the saved simulation has formats for {min(unknown)!r}, which this model does not have")
@@ -37,7 +37,7 @@ class Rule:
         return cls(frozenset(state["layers"]), formats, checked_scales(state["scales"], ROLES, "the saved simulation"))
 
 
-def selected(rules: Rules | None, layers: Sequence[Layer], modules: Modules) -> list[Rule]:
+def selected(rules: Rules | None, layers: Sequence[SimulatedLayer], modules: Modules) -> list[Rule]:
     """The entries of `layers=`, in order."""
     found = []
     for key, entry in (rules or {}).items():
@@ -55,13 +55,13 @@ def selected(rules: Rules | None, layers: Sequence[Layer], modules: Modules) -> 
     return found
 
 
-def ends(layers: Sequence[Layer]) -> Rule:
+def ends(layers: Sequence[SimulatedLayer]) -> Rule:
     """The entry that leaves the first and the last layer with a matrix as they are."""
     with_matrix = [layer.name for layer in layers if layer.has_matrix]
     return Rule(frozenset({*with_matrix[:1], *with_matrix[-1:]}), dict.fromkeys((*ROLES, SUMS)), {})
 
 
-def _matching(key: Selector, layers: Sequence[Layer], modules: Modules) -> list[Layer]:
+def _matching(key: Selector, layers: Sequence[SimulatedLayer], modules: Modules) -> list[SimulatedLayer]:
     if isinstance(key, type):
         return [layer for layer in layers if any(issubclass(kind, key) for _, kind in layer.lineage)]
     if not isinstance(key, str):

@@ -17,7 +17,7 @@ from lowp.wire.communicator import Communicator, agree
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.reductions.base import Reduction
-from lowp.wire.report import Meter, Report, ring_bytes
+from lowp.wire.report import Meter, WireReport, ring_bytes
 from lowp.wire.scaling import NONFINITE, warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.state import Owner
@@ -76,10 +76,10 @@ class Compressor:
         self._comm_thread = CommThread(self._communicator, device)
         self._meter = Meter(whole=settings.measure)
         self._meters: list[Meter] = []
-        self._total = Report()
+        self._total = WireReport()
         if self._reduction is None:
             self._total.notes.append("not compressed: reduction='auto' found fp32 as fast on this link")
-        self._last_step = Report()
+        self._last_step = WireReport()
         self._marks: list[tuple[tuple[str, ...], Tensor]] = []
         self._buckets: list[tuple[str, ...]] = []
         self._layouts: list[tuple[int, list[tuple[str, ...]]]] = []  # buckets, and from which step on they were these
@@ -198,12 +198,12 @@ class Compressor:
             self._total.add(self._last_step)
         self._meters.clear()
 
-    def report(self) -> Report:
+    def report(self) -> WireReport:
         """The last step's figures."""
         self._collect()
         return self._last_step
 
-    def total(self) -> Report:
+    def total(self) -> WireReport:
         """The figures of all steps so far."""
         self._collect()
         return self._total

@@ -25,7 +25,7 @@ from lowp.wire.collectives import check_gradient
 from lowp.wire.compressor import Compressor
 from lowp.wire.naming import all_names
 from lowp.wire.replicas import check_replicas
-from lowp.wire.report import Report
+from lowp.wire.report import WireReport
 from lowp.wire.settings import Settings
 from lowp.wire.state import AllRanks
 
@@ -36,7 +36,9 @@ class Handle:
     It is a Stateful of torch.distributed.checkpoint: `dcp.save({"wire": handle, ...})`.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, compressor: Compressor, switch: "_Switch", check_replicas: bool) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, compressor: Compressor, switch: "_HookSwitch", check_replicas: bool
+    ) -> None:
         self._ddp = weakref.ref(ddp)  # the model's reducer keeps us, and would keep the model, which keeps the reducer
         self._parameters = _synchronised(ddp)
         self._compressor = compressor
@@ -65,11 +67,11 @@ class Handle:
     def step(self) -> int:
         return self._compressor.state.step
 
-    def report(self) -> Report:
+    def report(self) -> WireReport:
         """The last step's figures."""
         return self._compressor.report()
 
-    def total(self) -> Report:
+    def total(self) -> WireReport:
         """The figures of all steps so far."""
         return self._compressor.total()
 
@@ -158,7 +160,7 @@ class Handle:
             check_replicas(gradients, self._compressor.parent, "gradient of")
 
 
-class _Switch:
+class _HookSwitch:
     """The state of the one hook that a model gets from us. DDP takes one hook and never gives it back, so the hook stays.
 
     It asks here who carries a bucket: a handle, or, after `remove`, nobody; then gradients travel as DDP sends them.
@@ -171,11 +173,13 @@ class _Switch:
         self.group = group
         self.handle: Handle | None = None
 
-    def __reduce__(self) -> tuple[type["_Switch"], tuple[()]]:
-        return _Switch, ()
+    def __reduce__(self) -> tuple[type["_HookSwitch"], tuple[()]]:
+        return _HookSwitch, ()
 
 
-_switches: "weakref.WeakKeyDictionary[DistributedDataParallel, _Switch]" = weakref.WeakKeyDictionary()
+_Switch = _HookSwitch  # its name in models that were saved before
+
+_switches: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSwitch]" = weakref.WeakKeyDictionary()
 
 
 def compress_gradients(
@@ -253,7 +257,7 @@ def compress_gradients(
         raise ValueError(f"all parameters must be on one device, not on {', '.join(map(str, devices))}")
     names = all_names(ddp.module)
     compressor = Compressor(parameters, settings, group=ddp.process_group, device=devices.pop(), names=names)
-    switch = _switches.get(ddp) or _Switch(ddp.process_group)
+    switch = _switches.get(ddp) or _HookSwitch(ddp.process_group)
     handle = Handle(ddp, compressor, switch, check_replicas)
     if not compressor.compresses:
         return handle  # DDP's own way is the fastest for float32
@@ -268,7 +272,7 @@ def compress_gradients(
     return handle
 
 
-def _hook(switch: _Switch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # DDP looks at name and annotations
+def _hook(switch: _HookSwitch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # DDP looks at name and annotations
     return allreduce_hook(switch.group, bucket) if switch.handle is None else switch.handle._hook(bucket)
 
 

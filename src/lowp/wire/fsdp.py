@@ -33,7 +33,7 @@ from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import peaks_of
 from lowp.wire.plan import Chunk, Part, Shard
 from lowp.wire.reductions.base import Job, Steps
-from lowp.wire.report import Meter, Report, ring_bytes
+from lowp.wire.report import Meter, WireReport, ring_bytes
 from lowp.wire.rules import Rules, Stage
 from lowp.wire.scaling import NONFINITE
 from lowp.wire.warm_up import warm_up
@@ -52,7 +52,7 @@ class FsdpHandle:
         self._collectives = 0  # so far: stochastic rounding draws other noise for each
         self._meter = Meter()
         self._meters: list[Meter] = []  # of steps that are over
-        self._total, self._last_step = Report(), Report()
+        self._total, self._last_step = WireReport(), WireReport()
         self._in_step = False
         self._removed = False
         self.step = 0
@@ -62,15 +62,15 @@ class FsdpHandle:
         """False after `remove`."""
         return not self._removed
 
-    def report(self) -> Report:
+    def report(self) -> WireReport:
         """The last step's figures: what was gathered and reduced since the step before, up to the end of backward."""
         self._collect()
         return self._last_step
 
-    def total(self) -> Report:
+    def total(self) -> WireReport:
         """The figures so far: of gradients where `reduce` was given, of parameters where `gather` was."""
         self._collect()
-        found = Report()
+        found = WireReport()
         for report in (self._total, self._meter.finish()):
             found.add(report)
         return found
@@ -134,7 +134,7 @@ class FsdpHandle:
         self._meters.clear()
 
 
-class _Group:
+class _ShardedParameters:
     """The parameters of one `fully_shard`: over how many ranks they are sharded, and how many replicas every shard has."""
 
     def __init__(self, module: Any) -> None:
@@ -178,7 +178,7 @@ def compress(
     if scale.startswith("aps"):
         raise ValueError(f"scale={scale!r} needs to know layers, and FSDP2 shows none; take 'local', 'block:<n>' or 'none'")
     codecs = {kind: codec_of(format, rounding, scale) for kind, format in (("reduce", reduce), ("gather", gather)) if format}
-    groups = {module: _Group(module) for module in modules}
+    groups = {module: _ShardedParameters(module) for module in modules}
     _check_replicas(groups.values(), reduces=reduce is not None)
     handle = FsdpHandle(modules, seed)
     warm_up(set(codecs.values()), next(model.parameters()).device)
@@ -189,7 +189,7 @@ def compress(
     return handle
 
 
-def _check_replicas(groups: Collection[_Group], reduces: bool) -> None:
+def _check_replicas(groups: Collection[_ShardedParameters], reduces: bool) -> None:
     """Raise where nothing would be compressed, warn where not everything will be."""
     replicas = max(group.replicas for group in groups)
     if replicas > 1 and all(group.shards == 1 for group in groups):
@@ -220,7 +220,7 @@ def _poison(peaks: Tensor) -> Tensor:
     return torch.where(peaks == NONFINITE, math.nan, 1.0)
 
 
-def _reduce_scatter(codec: Codec | None, handle: FsdpHandle, parameters: _Group) -> Any:
+def _reduce_scatter(codec: Codec | None, handle: FsdpHandle, parameters: _ShardedParameters) -> Any:
     torchs_own = compat.fsdp_collectives()
     if codec is None:
 

@@ -23,7 +23,7 @@ def ring_bytes(size: int, world: int) -> float:
 
 
 @dataclass
-class Report:
+class WireReport:
     """Figures of one step or of many.
 
     `saturated` and `underflowed` are fractions of the non-zero numbers that this rank encoded, estimated from the beginnings of
@@ -63,7 +63,7 @@ class Report:
         """None unless it was asked for (measure=True)."""
         return math.sqrt(self.error_squared / self.exact_squared) if self.exact_squared else None
 
-    def add(self, other: "Report") -> None:
+    def add(self, other: "WireReport") -> None:
         for entry in fields(self):
             setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
@@ -85,7 +85,7 @@ class Meter:
     def __init__(self, whole: bool = False) -> None:
         self._whole = whole
         self._parts = 0
-        self.report = Report()
+        self.report = WireReport()
         self._counts: Tensor | None = None  # seen, saturated, underflowed
         self._errors: Tensor | None = None  # squares of the errors, squares of the exact sums
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -130,7 +130,7 @@ class Meter:
         errors = torch.stack([torch.where(finite, x, zero).square().sum() for x in (ours - exact, exact)])
         self._errors = errors if self._errors is None else self._errors + errors
 
-    def finish(self) -> Report:
+    def finish(self) -> WireReport:
         """The figures; on CUDA this waits for the device."""
         if self._counts is not None:
             seen, saturated, underflowed = self._counts.tolist()

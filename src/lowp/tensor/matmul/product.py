@@ -17,7 +17,7 @@ from lowp.tensor.matmul import keys
 from lowp.tensor.matmul.arguments import Seed, arithmetic_name, check_operands, noise_parts
 from lowp.tensor.matmul.arithmetic import name_of, named
 from lowp.tensor.matmul.contraction import contract
-from lowp.tensor.matmul.job import Job
+from lowp.tensor.matmul.job import MatmulJob
 from lowp.tensor.noise import Domain, Noise
 
 
@@ -109,7 +109,7 @@ def _matmul(
     left, right = (x.to(torch.float32).expand(*batch, *x.shape[-2:]) for x in (a, b))
     if bias is not None:
         bias = bias.to(torch.float32).expand(*batch, a.shape[-2], b.shape[-1])
-    return contract(Job(left, right, bias, named(arithmetic), noise_of(noise, seed, step), part), a.dtype)
+    return contract(MatmulJob(left, right, bias, named(arithmetic), noise_of(noise, seed, step), part), a.dtype)
 
 
 def noise_of(numbers: Sequence[int], seed: Tensor | None, step: Tensor | None) -> Noise:

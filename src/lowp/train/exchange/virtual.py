@@ -38,7 +38,7 @@ class VirtualRanks:
         self._sent = self._of_fp32 = 0.0
 
     def reduce(self, gradients: Gradients) -> None:
-        source = _Source(self._model, self._parameters, gradients, keep=self._exchange.asks_twice and self._fits)
+        source = _RankGradients(self._model, self._parameters, gradients, keep=self._exchange.asks_twice and self._fits)
         sent, of_fp32 = self._exchange.bytes_sent(0, next(iter(self._parameters.values())).device)
         self._before = self._exchange.state.snapshot()
         self._residuals = [{n: r.clone() for n, r in residuals.items()} for residuals in self._exchange.residuals]
@@ -81,7 +81,7 @@ class VirtualRanks:
     def close(self) -> None: ...
 
 
-class _Source:
+class _RankGradients:
     """Each rank's gradients in one step, kept or computed again."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], gradients: Gradients, keep: bool) -> None:
