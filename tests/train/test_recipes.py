@@ -571,7 +571,7 @@ def test_cuda_where_there_is_none(monkeypatch):
             "wire.layers.fc*=fp16",
             "wire.layers.\"fc*\": 'fc*' matches nothing; there are 0.weight, 0.bias, 1.weight, ...",
         ),
-        ("wire.skip=1d,0.wieght", "wire.skip: '0.wieght' matches nothing; did you mean '0.weight' or '1.weight'"),
+        ("wire.skip=1d,0.wieght", "wire.skip: '0.wieght' matches nothing; did you mean '0.weight' or '1.weight'?"),
         ("precision.layers.fc.weights=fp16", "precision: layers: 'fc' matches nothing; there are 0, 1"),
     ],
 )

@@ -20,7 +20,7 @@ class LARS(LowPrecisionOptimizer):
         params, lr, momentum, weight_decay, nesterov: as usual.
         trust: the trust coefficient.
         exclude: which parameters take `lr` itself and do not decay: None for all of one dimension (biases, norms), a function
-            of the parameter, or a list of patterns (lowp/names.py; give `model.named_parameters()` then).
+            of the parameter, or a list of patterns (names.py; give `model.named_parameters()` then).
         clip: never more than `lr` (LARC).
         options: what all optimizers share: see `LowPrecisionOptimizer`.
     """

@@ -120,7 +120,7 @@ class Settings:
     def codec(self, names: Iterable[str], dimensions: int, ends: Collection[str], step: int) -> Codec:
         """The codec of one parameter: its own entry in `layers`, else float32 if it is skipped, else the common one.
 
-        Patterns (lowp/names.py) are for any of the parameter's names. `ends`: is it of the "first" or the "last" layer?
+        Patterns (names.py) are for any of the parameter's names. `ends`: is it of the "first" or the "last" layer?
         """
 
         def meant(pattern: str) -> bool:
