@@ -116,7 +116,7 @@ def storage_identity(tensor: Tensor) -> int:
 
 
 # Dispatch modes.
-dispatch_mode_count: Any = _found("torch._C._len_torch_dispatch_stack", "rounding eagerly")  # 0: nobody watches operations
+dispatch_mode_count: Any = _found("torch._C._len_torch_dispatch_stack", "rounding eagerly")  # 0: no mode sees operations
 _MODE_KEYS: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _active_mode: Any = _found("torch._C._get_dispatch_mode", "compiling a kernel")
 _TRACERS = tuple(getattr(_MODE_KEYS, name) for name in ("FAKE", "PROXY", "FUNCTIONAL") if hasattr(_MODE_KEYS, name))
@@ -138,7 +138,7 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Nobody watches the operations of this thread while this lasts."""
+    """No mode sees the operations of this thread while this lasts."""
     return _disable_current_modes()
 
 
@@ -147,7 +147,7 @@ def in_dispatch_modes(modes: Collection[TorchDispatchMode]) -> Iterator[None]:
     """Enter modes on this thread alone.
 
     `with mode:` would also set torch's flag "in a mode", which all threads share. A thread that leaves the mode after the
-    thread that made it would set the flag again on its way out, for ever, and torch.compile would not compile any more.
+    thread that made it would set the flag again when it leaves, for ever, and torch.compile would not compile any more.
     """
     for mode in modes:
         _push_mode(mode)
@@ -215,7 +215,7 @@ def let_dynamo_break_graphs() -> None:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Is it what torch.compile makes of a module? (Where Dynamo was not imported, nobody has compiled one.)"""
+    """Is it what torch.compile makes of a module? (Where Dynamo was not imported, there are none.)"""
     kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     return kind is not None and isinstance(module, kind)
 

@@ -6,13 +6,13 @@ mode switched on, so that everything it does comes to the mode as if the user ha
 
 Which operations have an inside:
 
-- An operator with a body in Python (`torch.library.custom_op`, `torch.library.impl`), whoever registered it.
+- An operator with a body in Python (`torch.library.custom_op`, `torch.library.impl`), lowp's or anyone's.
 - An operator of torch that is only a composition of others ("CompositeImplicitAutograd"). Autograd takes it apart before a mode
   is asked; in inference mode, and inside another operator's body, it arrives whole.
 - An operator of higher order (`torch.cond`, `flex_attention`): its body, or where that refuses to run under a mode, the
   functions that it was given.
 - A C++ operator of another library is started in the same way, so that operations of torch in it are seen. But it may take
-  memory without asking torch, and nobody can tell: it is `opaque`.
+  memory without asking torch, which cannot be seen: it is `opaque`.
 
 Torch's own kernels are leaves: what they take and free inside of one operation is scratch memory, not tensors.
 """

@@ -37,12 +37,12 @@ class OperationPlace:
 
 
 class Places:
-    """Knows which module, optimizer or autograd node is at work in each thread.
+    """Which module, optimizer or autograd node runs in each thread.
 
     Forward and the optimizer: hooks of torch, for all modules and optimizers, keep a stack.
 
     Backward: autograd numbers its nodes as forward makes them, in each thread from 0. The hooks note the number at which a
-    module begins and ends; a node belongs to the module that was at work at its number. This needs no hooks on tensors, costs
+    module begins and ends; a node belongs to the module that ran at its number. This needs no hooks on tensors, costs
     nothing in backward, and also holds for nodes whose results never leave the module. (torch's ModuleTracker hooks the
     gradients of a module's inputs and outputs, and keeps names without an order: it cannot tell which of them is innermost.)
     """
@@ -158,7 +158,7 @@ class Places:
 
 @dataclass
 class _ActiveOwner:
-    """A module or an optimizer at work."""
+    """A module or an optimizer that runs now."""
 
     owner: Any
     name: str

@@ -7,8 +7,8 @@ Every n-th optimizer step is *sampled*. From the end of the step before it,
 2. before the optimizer moves, weights and gradients are measured, and the update that it intends is computed;
 3. after it has moved, updates and states are measured; hooks and stance go back to what they were.
 
-Figures stay on the device until the copy to the host, which nobody waits for; they are read at the next sample, or when
-somebody asks. Between samples a step costs one call of an empty hook.
+Figures are copied to the host without waiting for the device; they are read at the next sample, or when they are asked for.
+Between samples a step costs one call of an empty hook.
 """
 
 import copy
@@ -192,7 +192,7 @@ class Watch:
             self._eagerly.enter()  # compiled layers would not call them
 
     def _end(self) -> None:
-        """Close the sample. What was waiting before it has reached the host long since; what is new is on its way."""
+        """Close the sample. The figures of the sample before have reached the host by now; the copy of the new ones begins."""
         self._eagerly.leave()
         for hook in self._layer_hooks:
             hook.remove()

@@ -8,7 +8,7 @@ Every tensor that a layer rounds has a row, all layers' and roles' one after the
 3. When the next step begins, `seen` becomes the first column of the history, whose last one goes, and `bounds` the
    largest of each row's last n. Nothing moves during a pass, so that all passes of a step are scaled alike.
 
-`seen` and `bounds` are changed in place, by compiled code too: a new step compiles nothing, and nobody waits for the device.
+`seen` and `bounds` are changed in place, by compiled code too: a new step compiles nothing and does not wait for the device.
 A magnitude of zero says nothing to scale by. In a calibration, where zero is an answer, "not seen" is -1.
 """
 

@@ -1,8 +1,8 @@
-"""One tensor rounded on its way: forward to one format, its gradient to another, each as its `Target` says.
+"""One tensor rounded in each direction: forward to one format, its gradient to another, each as its `Target` says.
 
 The gradient passes straight through the rounding of the value. A target does, in this order:
 
-1. find the tensor's largest magnitude, if its scale goes by that or somebody remembers it;
+1. find the tensor's largest magnitude, if its scale needs it or it is remembered;
 2. multiply by a power of two (scales.py), round to the format, and count the finite numbers that left the range;
 3. divide by the power.
 """
@@ -197,7 +197,7 @@ def _round_as_it_is(x: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | Non
 
 @torch.library.custom_op("lowp::noise_key_at", mutates_args=())
 def _key_at(domain: int, step: Tensor, seed: int, stream: int, device: torch.device) -> Tensor:
-    """The key for a step that is a tensor, on the host: reading it there waits for nobody."""
+    """The key for a step that is a tensor, on the host: reading it there waits for no device."""
     return key_tensor(Noise(seed, int(step), stream, domain=Domain(domain)), 0, device)
 
 

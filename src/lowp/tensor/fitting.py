@@ -26,7 +26,7 @@ def carrier_of(x: Tensor) -> Carrier:
 def largest(x: Tensor, axis: int | None = None, finite: bool = False) -> Tensor:
     """The largest magnitude in the tensor, or in each channel of dimension `axis`; of the `finite` numbers, or of all.
 
-    It is NaN if one of them is. It has the carrier's dtype and broadcasts against x. Nobody waits for the device.
+    It is NaN if one of them is. It has the carrier's dtype and broadcasts against x. It does not wait for the device.
     """
     carrier = carrier_of(x)
     if axis is None and not finite and x.numel() and not becomes_graph():

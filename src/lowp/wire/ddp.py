@@ -1,7 +1,7 @@
 """One line for DistributedDataParallel: `lowp.compress_gradients(ddp, "e5m2", scale="aps")`.
 
-DDP calls the hook for every bucket while backward is still computing; the thread carries it, and DDP waits for the future.
-Two things cannot be done there, and are done at the very end of backward, after DDP's own last word:
+DDP calls the hook for every bucket while backward is still computing; the thread reduces it, and DDP waits for the future.
+Two things cannot be done there, and are done at the very end of backward, after DDP's own last callback:
 
 - raising an error (an exception in a future reaches the user as "Unable to cast ... to Tensor", one in the hook breaks DDP);
 - skipping a step that was not finite: gradients become None, and optimizers pass over them.
@@ -137,7 +137,7 @@ class Handle:
         return None
 
     def _all_sent(self) -> None:
-        """The last bucket of a step is on its way. When all have arrived, `_arrived` may raise."""
+        """The last bucket of a step has been sent. When all have arrived, `_arrived` may raise."""
         waiting, self._waiting, self._seen = self._waiting, [], 0
         if self._refusal is None:
             self._compressor.step_done()
@@ -163,7 +163,7 @@ class Handle:
 class _HookSwitch:
     """The state of the one hook that a model gets from us. DDP takes one hook and never gives it back, so the hook stays.
 
-    It asks here who carries a bucket: a handle, or, after `remove`, nobody; then gradients travel as DDP sends them.
+    The hook asks here for the handle that reduces a bucket. After `remove` there is none, and DDP's own all-reduce is used.
 
     A copy of the model (deepcopy, torch.save and torch.load, AveragedModel) has a reducer of its own, which has no hook. That
     is so for torch's hooks as well. What is copied of the switch is off; `compress_gradients` takes the copy as a new model.
