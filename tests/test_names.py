@@ -1,6 +1,7 @@
 """One grammar of patterns for layers and parameters, and one "did you mean" (lowp/names.py)."""
 
 import ast
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -137,6 +138,12 @@ def test_a_class_name_is_defined_once():
             if isinstance(node, ast.ClassDef):
                 homes[node.name.lstrip("_")].append(path.relative_to(SOURCE).as_posix())
     assert {name: found for name, found in homes.items() if len(found) > 1 and name not in NOT_YET} == {}
+
+
+def test_no_module_is_called_like_one_of_pythons_own():
+    """`lists/trace.py` is being rewritten."""
+    own = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if path.stem in sys.stdlib_module_names}
+    assert own <= {"tensor/lists/trace.py"}
 
 
 def test_functions_that_were_called_alike_have_names_of_their_own():

@@ -12,7 +12,7 @@ from lowp.cli.quantize_numbers import note
 from lowp.cli.rounder import FormatRounder
 from lowp.formats import BlockFormat, FixedFormat, FloatFormat, reference
 from lowp.formats import format as parse_format
-from lowp.health.statistics import measure, summary
+from lowp.health.measures import measure, summary
 from lowp.simulation import simulate
 from lowp.tensor.overflow import border, overflows
 from lowp.wire.report import Meter

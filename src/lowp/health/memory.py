@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowp.health.columns import aligned
-from lowp.health.statistics import named_tensors
+from lowp.health.measures import named_tensors
 
 MEMORY_ROLES = ("weights", "gradients", "state", "buffers")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowp import compat
 from lowp.formats import AnyFormat
 from lowp.health.columns import aligned
-from lowp.health.statistics import CHANGES, change_summary, local_part, measure, merge, own_format, sample, summary
+from lowp.health.measures import CHANGES, change_summary, local_part, measure, merge, own_format, sample, summary
 
 
 @dataclass

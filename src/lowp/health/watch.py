@@ -27,9 +27,9 @@ from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.health.eagerness import Eagerness
 from lowp.health.intent import Intent, intended_updates, look
+from lowp.health.measures import local_part, measure_change, named_tensors, own_format
+from lowp.health.measures import sample as sample_of
 from lowp.health.samples import HealthLog, Sample, table
-from lowp.health.statistics import local_part, measure_change, named_tensors, own_format
-from lowp.health.statistics import sample as sample_of
 
 ROLES = ("weights", "activations", "gradients", "updates", "states")
 
