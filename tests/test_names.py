@@ -128,7 +128,7 @@ def test_an_allowance_for_a_module_is_for_all_inside():
 
 SOURCE = Path(lowp.__file__).parent
 # Names that still have two meanings, in files that are being rewritten.
-NOT_YET = {"CppKernel", "State"}
+NOT_YET = {"Bucket", "CppKernel", "State"}
 
 
 def test_a_class_name_is_defined_once():
