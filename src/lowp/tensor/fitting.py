@@ -30,8 +30,10 @@ def largest(x: Tensor, axis: int | None = None, finite: bool = False) -> Tensor:
     """
     carrier = carrier_of(x)
     if axis is None and not finite and x.numel() and not becomes_graph():
-        low, high = torch.aminmax(x.detach())  # no tensor of magnitudes in memory; vector_norm takes ten times as long on a CPU
-        return torch.maximum(-low, high).abs().to(carrier.dtype)  # abs: zero has no sign
+        # No tensor of magnitudes in memory; vector_norm takes ten times as long on a CPU.
+        low, high = torch.aminmax(x.detach() if x.requires_grad else x)
+        found = torch.maximum(-low, high).abs_()  # of zero too, which may be negative here
+        return found if found.dtype == carrier.dtype else found.to(carrier.dtype)
     wide = x.detach().to(carrier.dtype)
     if x.numel() == 0:
         return wide.new_zeros(())
