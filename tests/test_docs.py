@@ -1,9 +1,16 @@
 """Every file that the documentation names is there, and none is cited that readers do not have."""
 
 import re
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import lowp
+from lowp.cli import app
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lowp"
@@ -14,7 +21,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "README.md",
 ]
-PATH = re.compile(r"(?<![\w/.-])(?:src|tests|benchmarks|docs)/[\w./*-]*\w/?")  # from the root, wherever it stands in a text
+PATH = re.compile(r"(?<![\w/.-])(?:src|tests|benchmarks|docs|\.ci)/[\w./*-]*\w/?")  # from the root, anywhere in a text
 NAME = re.compile(r"`(\w[\w./-]*(?:\.py|/))`")  # a module or a folder: `chunk_scheduler.py`, `tensor/node.py`, `models/`
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")  # [text](target) in this repository
 
@@ -49,10 +56,55 @@ def test_files_that_a_page_names_are_there(page):
     assert [name for name, homes in sorted(named(page)) if not is_there(name, homes)] == []
 
 
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_commands_that_a_page_names_are_there(page):
+    """`make TARGET`, and `lowp COMMAND`."""
+    text = page.read_text()
+    assert [target for target in re.findall(r"`make ([a-z-]+)", text) if target not in TARGETS] == []
+    assert [
+        command for command in re.findall(r"(?:`|^\$? *)lowp ([a-z]+)", text, re.MULTILINE) if command not in COMMANDS
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_names_of_python_that_a_page_names_are_there(page):
+    """`lowp.health.watch(...)`: modules, classes, functions and their attributes."""
+    assert [name for name in re.findall(r"`(lowp(?:\.\w+)+)", page.read_text()) if not resolves(name)] == []
+
+
+def resolves(name: str) -> bool:
+    found: Any = lowp
+    for part, dotted in zip(name.split(".")[1:], accumulate(name.split("."), "{}.{}".format), strict=False):
+        if not hasattr(found, part) and find_spec_of(f"{dotted}.{part}"):
+            import_module(f"{dotted}.{part}")
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def find_spec_of(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def test_the_test_finds_names():
     """Or it would pass on everything."""
     assert len(named(ROOT / "docs" / "DESIGN.md")) > 60
     assert not is_there("swifter.py", (SOURCE / "wire",))
+    assert {"train", "quantize"} <= COMMANDS
+    assert {"test", "readme"} <= TARGETS
+    assert [resolves(name) for name in ("lowp.health.watch", "lowp.formats.reference.round", "lowp.health.wach")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 MODULES = [path for folder in ("src", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -68,6 +120,20 @@ def test_what_the_code_cites_is_there():
         for pattern in (PATH, PAGE)
         for name in pattern.findall(module.read_text())
         if not is_there(name, (ROOT,))
+    ]
+    assert gone == []
+
+
+CITED = re.compile(r"(?<![\w/.\"'{}-])((?:\w+/)*\w+\.py)\b(?![\"']|:\d)")
+
+
+def test_modules_that_docstrings_cite_are_there():
+    """`kernels.py` in a text is in the same folder or one of those around it; `tensor/kernels.py` counts from the package."""
+    gone = [
+        (str(module.relative_to(ROOT)), name)
+        for module in SOURCE.rglob("*.py")
+        for name in CITED.findall(module.read_text())
+        if not is_there(name, (*(folder for folder in module.parents if folder.is_relative_to(SOURCE.parent)), ROOT))
     ]
     assert gone == []
 

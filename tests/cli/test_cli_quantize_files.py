@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import lowp
 from lowp.cli import fidelity
 from lowp.cli.fidelity import Fidelity, measure, pieces
-from lowp.cli.rounder import Rounder
+from lowp.cli.rounder import FormatRounder
 from lowp.formats import Rounding
 
 
@@ -141,7 +141,7 @@ def totals(found: Fidelity) -> tuple[object, ...]:
 def test_pieces_round_as_the_whole_does(monkeypatch, shape, name, rounding):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     x.view(-1)[5], x.view(-1)[77] = math.nan, 1e4
-    rounder = Rounder(lowp.format(name), rounding)
+    rounder = FormatRounder(lowp.format(name), rounding)
     whole = measure(x, rounder)
     monkeypatch.setattr(fidelity, "PIECE", 64)
     cut = list(pieces(x, rounder))
@@ -153,10 +153,10 @@ def test_pieces_round_as_the_whole_does(monkeypatch, shape, name, rounding):
 
 def test_measuring_leaves_threads_and_kernels_as_they_were():
     before = (torch.get_num_threads(), lowp.kernel_info()["policy"])
-    measure(torch.ones(3), Rounder(lowp.format("e5m2")))
+    measure(torch.ones(3), FormatRounder(lowp.format("e5m2")))
     assert (torch.get_num_threads(), lowp.kernel_info()["policy"]) == before
 
 
 def test_figures_of_no_signal():
-    nothing = measure(torch.zeros(4), Rounder(lowp.format("e5m2")))
+    nothing = measure(torch.zeros(4), FormatRounder(lowp.format("e5m2")))
     assert (nothing.sqnr_db, nothing.mean_relative_error, nothing.underflow, nothing.overflow) == (None, None, 0.0, 0.0)

@@ -135,7 +135,7 @@ def test_a_loss_that_is_nan_is_json(from_json, root):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("e5m2-01",), "unknown run 'e5m2-01'; did you mean e5m2-001"),
+        (("e5m2-01",), "unknown run 'e5m2-01'; did you mean 'e5m2-001'"),
         (("zzz",), "the runs under {root} are e4m3-001, e5m2-001, fp32-001"),
         (("notes",), "unknown run 'notes'"),
         (("--plot", "x.gif"), "pictures are .png, .svg, .pdf, not .gif"),

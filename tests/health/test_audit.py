@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import lowp
 from lowp.health.allowances import _FUSED_ATTENTION, _STATISTICS, ALLOWANCES, Sighting, parse_allowances
 from lowp.health.audit import ForbiddenTensor, audit
-from lowp.health.places import Place
+from lowp.health.places import OperationPlace
 
 HALF = torch.float16
 
@@ -853,7 +853,7 @@ def test_saved_statistics_may_be_detached():
 
 
 def sighting(operation: str, slot: str) -> Sighting:
-    place = Place("", "other", "x.py:1", "", frozenset())
+    place = OperationPlace("", "other", "x.py:1", "", frozenset())
     return Sighting(operation, slot, torch.zeros(3), True, lambda: place)
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
 from lowp.health.eagerness import current_stance
-from lowp.health.statistics import measure, merge, sample, summary
+from lowp.health.measures import measure, merge, sample, summary
 from lowp.health.watch import ROLES, watch
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -315,7 +315,7 @@ def test_mistakes():
         ({"rounding": "neerest"}, "unknown rounding 'neerest'"),
         ({"rounding": {"errors": "neerest"}}, "unknown rounding 'neerest'"),
         ({"rounding": {"error": "nearest"}}, "unknown role 'error' in rounding"),
-        ({"layers": {"fd": {"weights": "fp16"}}}, "'fd' matches nothing; there are fc"),
+        ({"layers": {"fd": {"weights": "fp16"}}}, "'fd' matches nothing; did you mean 'fc'"),
         ({"layers": {"fc": {"weight": "fp16"}}}, "unknown role 'weight' in layers\\['fc'\\]; did you mean 'weights'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ import lowp
 from lowp.tensor.matmul import Arithmetic, conv2d, linear, matmul
 from lowp.tensor.matmul.arithmetic import name_of, named
 from lowp.tensor.matmul.facts import NOTHING, Facts, facts_of
-from lowp.tensor.matmul.job import Job
+from lowp.tensor.matmul.job import MatmulJob
 from lowp.tensor.matmul.keys import keys_of
 from lowp.tensor.matmul.lanes import Operands, choices, cuts, steps_of
 from lowp.tensor.matmul.plain import run
@@ -66,7 +66,7 @@ NASTY = torch.tensor(
 # --- The lanes: what lanes.py proves, tried out ---------------------------------------------------------------------------
 
 
-def in_lanes(job: Job, operands: Operands, which: int) -> torch.Tensor:
+def in_lanes(job: MatmulJob, operands: Operands, which: int) -> torch.Tensor:
     """The job's result in the lanes of one choice, by plain operations (in which nothing is fused)."""
     lanes = choices(job.arithmetic)[which].lanes
     steps = steps_of(job.arithmetic, lanes)
@@ -83,7 +83,7 @@ def test_float32_lanes_are_right_where_they_say_so(accumulate, rounding):
     used = set()
     for scale, inputs in ((0.02, "e5m2"), (1.0, "e5m2"), (60.0, "e5m2"), (1.0, "int8"), (1.0, "posit8")):
         a, b = numbers(16, 20, scale=scale, format=inputs), numbers(20, 16, seed=1, scale=scale, format=inputs)
-        job = Job(a, b, None, arithmetic, lowp.Noise(0), 0)
+        job = MatmulJob(a, b, None, arithmetic, lowp.Noise(0), 0)
         operands = job.operands()
         right = in_lanes(job, operands, -1)
         for which, choice in enumerate(choices(arithmetic)[:-1]):
@@ -97,7 +97,7 @@ def test_a_quire_is_exact_in_any_number_of_bins():
     """More bins than numbers reach up to, too."""
     arithmetic = Arithmetic(accumulate="posit16_1", quire=True)
     a = torch.tensor([[2.0**80, 1.0, -(2.0**80), 2.0**-10], [3.0, -(2.0**80), 0.125, 2.0**80]])
-    job = Job(a, torch.ones(4, 1), None, arithmetic, lowp.Noise(0), 0)
+    job = MatmulJob(a, torch.ones(4, 1), None, arithmetic, lowp.Noise(0), 0)
     operands = job.operands()
     enough = [i for i, choice in enumerate(choices(arithmetic)) if choice.condition is None or choice.condition(operands)]
     assert len(enough) > 2
@@ -109,7 +109,7 @@ def test_a_tie_with_something_tiny_beside_it_needs_sums_to_odd():
     """1.125 * 2^8 lies between two numbers of e5m2, and 2^-16 decides; float32 has no room for both."""
     a, b = torch.tensor([[2.0**-16, 1.125 * 2.0**4]]), torch.tensor([[1.0], [2.0**4]])
     arithmetic = Arithmetic(accumulate="e5m2")
-    operands = Job(a, b, None, arithmetic, lowp.Noise(0), 0).operands()
+    operands = MatmulJob(a, b, None, arithmetic, lowp.Noise(0), 0).operands()
     plain, odd = choices(arithmetic)[:2]
     assert not plain.condition(operands)
     assert odd.condition(operands)

@@ -435,7 +435,7 @@ def test_several_mistakes_are_counted():
         (["optimizer.nesterov=true", "optimizer.momentum=0"], "optimizer.nesterov: needs a momentum"),
         (
             ["optimizer.name=torch:adamw"],
-            "optimizer.name: torch.optim has no optimizer 'adamw' that can be used here; did you mean torch:AdamW?",
+            "optimizer.name: torch.optim has no optimizer 'adamw' that can be used here; did you mean 'torch:AdamW'",
         ),
         (["optimizer.name=torch:LBFGS"], "optimizer.name: torch.optim has no optimizer 'LBFGS' that can be used here"),
         (
@@ -569,9 +569,9 @@ def test_cuda_where_there_is_none(monkeypatch):
     [
         (
             "wire.layers.fc*=fp16",
-            "wire.layers.\"fc*\": no parameter is called like 'fc*'; there are 0.weight, 0.bias, 1.weight, ...",
+            "wire.layers.\"fc*\": 'fc*' matches nothing; there are 0.weight, 0.bias, 1.weight, ...",
         ),
-        ("wire.skip=1d,0.wieght", "wire.skip: no parameter is called like '0.wieght'; there are 0.weight, 1.weight"),
+        ("wire.skip=1d,0.wieght", "wire.skip: '0.wieght' matches nothing; did you mean '0.weight' or '1.weight'?"),
         ("precision.layers.fc.weights=fp16", "precision: layers: 'fc' matches nothing; there are 0, 1"),
     ],
 )

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
 import lowp
-from lowp.wire.comm_thread import _inside, _watching_modes
+from lowp.compat import in_dispatch_modes
+from lowp.wire.comm_thread import _watching_modes
 from lowp.wire.faults import blames_this_rank
 
 WORLD = 2
@@ -182,7 +183,7 @@ def test_modes_are_entered_on_one_thread_alone_and_left_after_an_error():
     mode, states = Counts(), []
 
     def fail():
-        with _inside([mode]):
+        with in_dispatch_modes([mode]):
             torch.ones(2)
             states.append((_get_current_dispatch_mode_stack(), is_in_torch_dispatch_mode()))
             raise ZeroDivisionError

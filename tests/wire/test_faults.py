@@ -512,7 +512,7 @@ def bad_requests(rank):
 BAD_REQUESTS = {  # the error, and words that must be in it
     "format": ("ValueError", "e5m3x"),
     "unsigned": ("ValueError", "e8m0fnu", "sign"),
-    "scale": ("ValueError", "unknown scale 'global'", "aps_delayed", "block:<n>"),
+    "scale": ("ValueError", "unknown scale 'global'", "did you mean 'local'"),
     "block": ("ValueError", "block:0", "1 to 65536"),
     "reduction": ("ValueError", "unknown reduction 'star'", "two_shot", "hybrid"),
     "hierarchical": ("ValueError", "at least one rank"),

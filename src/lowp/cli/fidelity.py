@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from lowp.cli.rounder import Rounder, plain_operations
+from lowp.cli.rounder import FormatRounder, plain_operations
 from lowp.formats import BlockFormat
 
 PIECE = 1 << 16  # elements: they stay in the cache
@@ -21,7 +21,7 @@ class Fidelity:
     finite: int = 0
     nonzero: int = 0  # and finite
     underflowed: int = 0  # became zero, and were not
-    overflowed: int = 0  # larger than the format's largest value, whatever they became
+    overflowed: int = 0  # whatever they became (tensor/overflow.py)
     nan: int = 0
     inf: int = 0
     signal: float = 0.0  # sum of squares
@@ -53,11 +53,11 @@ class Fidelity:
 
     @property
     def overflow(self) -> float:
-        """The share of finite numbers beyond the range."""
+        """The share of finite numbers that overflow."""
         return self.overflowed / self.finite if self.finite else 0.0
 
 
-def compare(x: Tensor, rounded: Tensor, beyond: Tensor) -> Fidelity:
+def compare(x: Tensor, rounded: Tensor, overflowed: Tensor) -> Fidelity:
     """The figures of one piece, in float64."""
     finite = x.isfinite()
     kept, became = (x, rounded) if finite.all() else (x[finite], rounded[finite])
@@ -69,7 +69,7 @@ def compare(x: Tensor, rounded: Tensor, beyond: Tensor) -> Fidelity:
         finite=kept.numel(),
         nonzero=int(nonzero.sum()),
         underflowed=int((nonzero & (became == 0)).sum()),
-        overflowed=int(beyond.sum()),
+        overflowed=int(overflowed.sum()),
         nan=int(x.isnan().sum()),
         inf=int(x.isinf().sum()),
         signal=float(kept.square().sum()),
@@ -79,18 +79,18 @@ def compare(x: Tensor, rounded: Tensor, beyond: Tensor) -> Fidelity:
     )
 
 
-def measure(tensor: Tensor, rounder: Rounder) -> Fidelity:
+def measure(tensor: Tensor, rounder: FormatRounder) -> Fidelity:
     """What rounding does to a floating-point tensor. Only pieces of it are ever held in float64."""
     total = Fidelity()
     with plain_operations():
         for offset, piece in pieces(tensor, rounder):
             x = piece.to(torch.float64)  # exact: the error measured is the format's, not that of the tensor's own dtype
             rounded = rounder.quantize(x, offset)
-            total += compare(x, rounded, rounder.beyond_range(x, rounded, offset))
+            total += compare(x, rounded, rounder.overflowed(x, rounded))
     return total
 
 
-def pieces(tensor: Tensor, rounder: Rounder) -> Iterator[tuple[int, Tensor]]:
+def pieces(tensor: Tensor, rounder: FormatRounder) -> Iterator[tuple[int, Tensor]]:
     """The tensor in contiguous pieces, each with the index of its first element, that round as the whole would.
 
     Rows are cut between blocks only. A scale of the whole tensor needs the whole tensor.

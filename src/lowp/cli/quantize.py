@@ -47,9 +47,9 @@ def try_formats(
     """Round numbers or whole files to a format and see what is left of them."""
     from lowp.cli.quantize_file import try_file
     from lowp.cli.quantize_numbers import try_numbers
-    from lowp.cli.rounder import Rounder
+    from lowp.cli.rounder import FormatRounder
 
-    rounders = [Rounder(fmt, rounding, saturate, seed) for fmt in parse_formats(formats)]
+    rounders = [FormatRounder(fmt, rounding, saturate, seed) for fmt in parse_formats(formats)]
     if numbers and file is not None:
         raise ValueError("numbers or --file, not both")
     if file is not None:

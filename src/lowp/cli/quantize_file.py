@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lowp.cli.fidelity import Fidelity, measure
 from lowp.cli.output import console, percent, print_json, short, table
-from lowp.cli.rounder import Rounder
+from lowp.cli.rounder import FormatRounder
 from lowp.cli.tensor_files import StoredTensor, open_tensors
 
 SKIPPED = "skipped"
@@ -22,19 +22,19 @@ HEADINGS = {"SQNR dB": 7, "max error": 9, "mean rel.": 9, "underflow": 9, "overf
 LEGEND = (
     "SQNR, max error, mean relative error: of finite numbers; one that becomes inf\n"
     "or NaN makes them infinite.  underflow: share of non-zero numbers that become\n"
-    "0.  overflow: share beyond the largest value.  NaN, inf: how many there were."
+    "0.  overflow: share that rounds beyond the largest value.  NaN, inf: counts."
 )
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     tensor: StoredTensor
     format: str
     fidelity: Fidelity | None  # None: skipped
 
 
-def try_file(path: Path, rounders: list[Rounder], limit: int | None, json: bool) -> None:
-    rows: list[Row] = []
+def try_file(path: Path, rounders: list[FormatRounder], limit: int | None, json: bool) -> None:
+    rows: list[TensorRow] = []
     with open_tensors(path) as stored, Console(stderr=True).status(escape(str(path))) as status:  # seen in terminals only
         for tensor in stored[:limit]:
             status.update(escape(tensor.name))
@@ -48,15 +48,15 @@ def try_file(path: Path, rounders: list[Rounder], limit: int | None, json: bool)
         _print(rows + totals, left_out)
 
 
-def _try_tensor(stored: StoredTensor, rounders: list[Rounder]) -> list[Row]:
+def _try_tensor(stored: StoredTensor, rounders: list[FormatRounder]) -> list[TensorRow]:
     """Loaded once for all formats, and let go of before the next one is loaded."""
     if stored.load is None:
-        return [Row(stored, "", None)]
+        return [TensorRow(stored, "", None)]
     tensor = stored.load()
-    return [Row(stored, str(rounder.fmt), measure(tensor, rounder)) for rounder in rounders]
+    return [TensorRow(stored, str(rounder.fmt), measure(tensor, rounder)) for rounder in rounders]
 
 
-def _totals(rows: list[Row], rounders: list[Rounder]) -> list[Row]:
+def _totals(rows: list[TensorRow], rounders: list[FormatRounder]) -> list[TensorRow]:
     """One row a format for all tensors together, where there are several."""
     measured = [row for row in rows if row.fidelity is not None]
     if len(measured) <= len(rounders):
@@ -65,10 +65,10 @@ def _totals(rows: list[Row], rounders: list[Rounder]) -> list[Row]:
         sum((row.fidelity for row in measured[i :: len(rounders)] if row.fidelity), Fidelity()) for i in range(len(rounders))
     ]
     everything = StoredTensor(f"all {len(measured) // len(rounders)} tensors", "", (sums[0].elements,), None)
-    return [Row(everything, str(rounder.fmt), total) for rounder, total in zip(rounders, sums, strict=True)]
+    return [TensorRow(everything, str(rounder.fmt), total) for rounder, total in zip(rounders, sums, strict=True)]
 
 
-def _document(row: Row) -> dict[str, Any]:
+def _document(row: TensorRow) -> dict[str, Any]:
     tensor, fidelity = row.tensor, row.fidelity
     known: dict[str, Any] = {"name": tensor.name, "dtype": tensor.dtype, "shape": tensor.shape}
     if fidelity is None:
@@ -85,7 +85,7 @@ def _document(row: Row) -> dict[str, Any]:
     }
 
 
-def _print(rows: list[Row], left_out: int) -> None:
+def _print(rows: list[TensorRow], left_out: int) -> None:
     out = console()
     if out.width >= WIDE:
         out.print(_one_line_each(rows))
@@ -96,7 +96,7 @@ def _print(rows: list[Row], left_out: int) -> None:
         out.print(f"[dim]Left out by --limit: {left_out} more tensors.[/]")
 
 
-def _one_line_each(rows: list[Row]) -> Table:
+def _one_line_each(rows: list[TensorRow]) -> Table:
     result = table()
     for heading in ("tensor", "shape", "dtype", "format"):
         result.add_column(heading, overflow="fold")
@@ -111,7 +111,7 @@ def _one_line_each(rows: list[Row]) -> Table:
     return result
 
 
-def _print_narrow(rows: list[Row], out: Console) -> None:
+def _print_narrow(rows: list[TensorRow], out: Console) -> None:
     """A line for the tensor, however long its name, and under it a line for each format."""
     out.print(_numbers_table([], header=True))
     for tensor, group in groupby(rows, key=lambda row: row.tensor):
@@ -122,7 +122,7 @@ def _print_narrow(rows: list[Row], out: Console) -> None:
             out.print(_numbers_table(measured, header=False))
 
 
-def _numbers_table(rows: list[Row], header: bool) -> Table:
+def _numbers_table(rows: list[TensorRow], header: bool) -> Table:
     result = table()
     result.show_header = header
     result.add_column("format", width=14, overflow="fold")
@@ -137,7 +137,7 @@ def _shape(tensor: StoredTensor) -> str:
     return "x".join(map(str, tensor.shape)) or "scalar"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: TensorRow) -> list[str]:
     f = row.fidelity
     if f is None:
         return []

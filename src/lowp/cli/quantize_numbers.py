@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 
 from lowp.cli.output import console, hexadecimal, percent, print_json, short, table, tidy
-from lowp.cli.rounder import Rounder, plain_operations
+from lowp.cli.rounder import FormatRounder, plain_operations
 from lowp.formats import BlockFormat
 
 
@@ -25,7 +25,7 @@ class Rounded:
     note: str
 
 
-def try_numbers(numbers: list[float], rounders: list[Rounder], limit: int | None, json: bool) -> None:
+def try_numbers(numbers: list[float], rounders: list[FormatRounder], limit: int | None, json: bool) -> None:
     with plain_operations():
         columns = [round_all(numbers[:limit], rounder) for rounder in rounders]
     rows = [row for of_one_number in zip(*columns, strict=True) for row in of_one_number]
@@ -40,15 +40,14 @@ def try_numbers(numbers: list[float], rounders: list[Rounder], limit: int | None
         out.print(f"[dim]Left out by --limit: {len(numbers) - limit} more numbers.[/]")
 
 
-def round_all(numbers: list[float], rounder: Rounder) -> list[Rounded]:
+def round_all(numbers: list[float], rounder: FormatRounder) -> list[Rounded]:
     x = torch.tensor(numbers, dtype=torch.float64)
     values = rounder.quantize(x)
-    beyond = rounder.beyond_range(x, values)
-    columns = (numbers, values.tolist(), rounder.codes(x), beyond.tolist())
+    columns = (numbers, values.tolist(), rounder.codes(x), rounder.overflowed(x, values).tolist())
     return [_rounded(*row, rounder) for row in zip(*columns, strict=True)]
 
 
-def _rounded(number: float, value: float, code: int | None, too_large: bool, rounder: Rounder) -> Rounded:
+def _rounded(number: float, value: float, code: int | None, overflowed: bool, rounder: FormatRounder) -> Rounded:
     error = relative = None
     if math.isfinite(number) and math.isfinite(value):
         exact = Fraction(value) - Fraction(number)
@@ -61,7 +60,7 @@ def _rounded(number: float, value: float, code: int | None, too_large: bool, rou
         code=None if code is None else hexadecimal(code, math.ceil(rounder.fmt.bits)),
         error=error,
         relative_error=relative,
-        note=note(number, value, too_large, rounder.saturates),
+        note=note(number, value, overflowed, rounder.saturates),
     )
 
 
@@ -72,15 +71,15 @@ def _nearest_float(exact: Fraction) -> float:
         return math.inf if exact > 0 else -math.inf
 
 
-def note(number: float, value: float, too_large: bool, saturates: bool) -> str:
+def note(number: float, value: float, overflowed: bool, saturates: bool) -> str:
     """What happened, in a word or two."""
     if math.isnan(number):
         return "NaN"
     if number == value:
         return "-0 became 0" if math.copysign(1, number) != math.copysign(1, value) else "exact"
     if not math.isfinite(value):
-        return "overflow" if too_large else "became NaN"  # an infinity, or 0 and negative numbers where there are none
-    if math.isinf(number) or (too_large and saturates):
+        return "overflow" if overflowed else "became NaN"  # an infinity, or 0 and negative numbers where there are none
+    if math.isinf(number) or (overflowed and saturates):
         return "saturated"
     return "underflow" if value == 0 else "rounded"
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 import lowp
 from lowp.formats import AnyFormat, BlockFormat, Rounding
+from lowp.tensor.overflow import overflows
 
 
 @dataclass(frozen=True)
-class Rounder:
+class FormatRounder:
     fmt: AnyFormat
     rounding: Rounding = Rounding.NEAREST
     saturate: bool = False
@@ -40,20 +41,9 @@ class Rounder:
         lost = (x.isnan() & (not fmt.has_nan)).tolist()
         return [None if gone else code % (1 << fmt.bits) for code, gone in zip(found, lost, strict=True)]
 
-    def beyond_range(self, x: Tensor, rounded: Tensor, offset: int = 0) -> Tensor:
-        """Which finite numbers are larger than the format's largest value.
-
-        A block's range depends on its scale: there, those are the numbers that were cut down to the largest element though
-        the one after it, if there was one, would have been nearer.
-        """
-        fmt = self.fmt
-        if not isinstance(fmt, BlockFormat):
-            return x.isfinite() & ((x > fmt.max) | ((x < fmt.min) & fmt.signed))
-        codes = lowp.encode(x, fmt, self.rounding, saturate=self.saturate, seed=self._noise(offset), nan="zero")
-        before, largest = fmt.element.values[-2:]
-        at_the_end = lowp.decode(codes.elements, fmt.element, dtype=torch.float64).abs() >= largest
-        half_a_step = (largest - before) / 2 / largest
-        return x.isfinite() & at_the_end & (x.abs() > rounded.abs() * (1 + half_a_step))
+    def overflowed(self, x: Tensor, rounded: Tensor) -> Tensor:
+        """Which numbers overflowed when x became `rounded`."""
+        return overflows(x, self.fmt, None if self.saturate else rounded)
 
 
 @contextmanager

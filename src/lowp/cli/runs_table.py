@@ -74,7 +74,7 @@ def _whole(value: int | None) -> str:
     return UNKNOWN if value is None else f"{value}"
 
 
-class Row(NamedTuple):
+class ComparedFigure(NamedTuple):
     """A figure in the comparison: how it is taken, written, and set against the first run's."""
 
     name: str
@@ -97,24 +97,24 @@ def _ratio(value: float, first: float) -> str:
 
 
 ROWS = (
-    Row("state", lambda run: run.state, str, None),
-    Row("device", lambda run: run.device, lambda device: device or UNKNOWN, None),
-    Row("ranks", lambda run: run.ranks, _whole, None),
-    Row("virtual ranks", lambda run: run.virtual_ranks, _whole, None),
-    Row("step", lambda run: run.step, _whole, None),
-    Row("epoch", lambda run: run.epoch, number_text, None),
-    Row("test accuracy", lambda run: run.accuracy, share_text, _points),
-    Row("best accuracy", lambda run: run.best_accuracy, share_text, _points),
-    Row("test loss", lambda run: run.loss, loss_text, _difference),
-    Row("train loss", lambda run: run.train_loss, loss_text, _difference),
-    Row("sent by a rank", lambda run: run.bytes_sent, bytes_text, _ratio),
-    Row("of fp32", lambda run: run.share_of_fp32, share_text, None),
-    Row("samples/s", lambda run: run.samples_per_second, count_text, _ratio),
-    Row("step (ms)", lambda run: run.step_ms, number_text, _ratio),
-    Row("time", lambda run: run.seconds, duration_text, _ratio),
-    Row("memory", lambda run: run.memory_bytes, bytes_text, _ratio),
-    Row("bytes a parameter", lambda run: run.bytes_per_parameter, number_text, _ratio),
-    Row("parameters", lambda run: run.parameters, count_text, _ratio),
+    ComparedFigure("state", lambda run: run.state, str, None),
+    ComparedFigure("device", lambda run: run.device, lambda device: device or UNKNOWN, None),
+    ComparedFigure("ranks", lambda run: run.ranks, _whole, None),
+    ComparedFigure("virtual ranks", lambda run: run.virtual_ranks, _whole, None),
+    ComparedFigure("step", lambda run: run.step, _whole, None),
+    ComparedFigure("epoch", lambda run: run.epoch, number_text, None),
+    ComparedFigure("test accuracy", lambda run: run.accuracy, share_text, _points),
+    ComparedFigure("best accuracy", lambda run: run.best_accuracy, share_text, _points),
+    ComparedFigure("test loss", lambda run: run.loss, loss_text, _difference),
+    ComparedFigure("train loss", lambda run: run.train_loss, loss_text, _difference),
+    ComparedFigure("sent by a rank", lambda run: run.bytes_sent, bytes_text, _ratio),
+    ComparedFigure("of fp32", lambda run: run.share_of_fp32, share_text, None),
+    ComparedFigure("samples/s", lambda run: run.samples_per_second, count_text, _ratio),
+    ComparedFigure("step (ms)", lambda run: run.step_ms, number_text, _ratio),
+    ComparedFigure("time", lambda run: run.seconds, duration_text, _ratio),
+    ComparedFigure("memory", lambda run: run.memory_bytes, bytes_text, _ratio),
+    ComparedFigure("bytes a parameter", lambda run: run.bytes_per_parameter, number_text, _ratio),
+    ComparedFigure("parameters", lambda run: run.parameters, count_text, _ratio),
 )
 
 
@@ -133,7 +133,7 @@ def comparison(runs: list[Run]) -> "Table":
     return result
 
 
-def _compared(row: Row, values: list[Any]) -> list[str]:
+def _compared(row: ComparedFigure, values: list[Any]) -> list[str]:
     cells = [_literal(row.text(values[0]))]
     for value in values[1:]:
         known = row.against is not None and value is not None and values[0] is not None

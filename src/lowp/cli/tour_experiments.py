@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lowp
 from lowp.cli.fidelity import Fidelity, measure
-from lowp.cli.rounder import Rounder, plain_operations
+from lowp.cli.rounder import FormatRounder, plain_operations
 from lowp.formats import AnyFormat, BlockFormat, PositFormat
 
 SCALES = tuple(10.0**-exponent for exponent in range(9))  # of the layers' gradients: 1 to 1e-8
@@ -45,7 +45,7 @@ def survey(layers: Tensor) -> list[Surveyed]:
     found = []
     for name in FORMATS:
         fmt = lowp.format(name)
-        rounder = Rounder(fmt)
+        rounder = FormatRounder(fmt)
         plain = [measure(layer, rounder) for layer in layers]
         scaled = (
             None

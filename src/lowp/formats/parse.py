@@ -1,6 +1,5 @@
 """From text to format and back: `str(format(text))` names the same format, and a wrong name says what was meant."""
 
-import difflib
 import re
 from functools import lru_cache
 
@@ -11,6 +10,7 @@ from lowp.formats.fixed import FixedFormat
 from lowp.formats.floats import FloatFormat, Specials, p3109
 from lowp.formats.posit import PositFormat
 from lowp.formats.registry import FORMATS, AnyFormat
+from lowp.names import did_you_mean
 
 MAX_LENGTH = 100  # characters of a name
 _NAMED = {str(entry): entry for entry in FORMATS} | {name: entry for entry, name in BLOCK_NAMES.items()}
@@ -72,9 +72,5 @@ def format(text: "str | AnyFormat") -> AnyFormat:
     if "block" in text.lower():
         shape = "block(<format>, <size>, <scale format>), and ', fp32' or ', rceil' before the bracket closes"
         raise ValueError(f"unknown format {text!r}; a block format is {shape}")
-    near = difflib.get_close_matches(text.lower(), _NAMED, n=3, cutoff=0.6)
-    if near:
-        hint = "did you mean " + " or ".join(repr(name) for name in near) + "?"
-    else:
-        hint = "names look like e5m2, e4m3fn, fixed3.4, int8, posit8, dynamic8, mxfp4; `lowp formats` lists them"
-    raise ValueError(f"unknown format {text!r}; {hint}")
+    shape = "names look like e5m2, e4m3fn, fixed3.4, int8, posit8, dynamic8, mxfp4; `lowp formats` lists them"
+    raise ValueError(f"unknown format {text!r}; {did_you_mean(text, _NAMED, shape)}")

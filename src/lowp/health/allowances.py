@@ -8,7 +8,6 @@ accumulation type. What is not a statistic is not here: in FP16, `nn.RMSNorm` on
 (`torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)` stops the latter).
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.health.places import Place
+from lowp import compat
+from lowp.health.places import OperationPlace
+from lowp.names import covers, did_you_mean
 
 _NESTED = (list, tuple)
 
@@ -30,7 +31,7 @@ class Sighting:
     slot: str  # "" for what is held
     tensor: Tensor
     made: bool  # by this operation, not a view of what it was given
-    find_place: Callable[[], Place]
+    find_place: Callable[[], OperationPlace]
 
     @property
     def bytes(self) -> int:
@@ -53,7 +54,7 @@ def holds(values: Any, forbidden: frozenset[torch.dtype]) -> bool:
 
 def memory_of(tensor: Tensor) -> int:
     """What tensors that share memory have in common."""
-    return tensor.untyped_storage()._cdata if _has_memory(tensor) else id(tensor)
+    return compat.storage_identity(tensor) if _has_memory(tensor) else id(tensor)
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -62,7 +63,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def sightings(
-    func: Any, args: Any, kwargs: Any, out: Any, forbidden: frozenset[torch.dtype], find_place: Callable[[], Place]
+    func: Any, args: Any, kwargs: Any, out: Any, forbidden: frozenset[torch.dtype], find_place: Callable[[], OperationPlace]
 ) -> Iterator[Sighting]:
     """The distinct forbidden tensors of a call: what it was given, then what it made or gave back."""
     operation = str(getattr(func, "overloadpacket", func))
@@ -187,10 +188,9 @@ def _parse(name: str) -> Allowance:
             raise ValueError(f"{name!r} lacks a pattern, such as {'module:layer1.*' if kind == 'module' else 'op:aten.sum'!r}")
         if kind == "op":
             return Allowance(name, "operations of that name", lambda seen: fnmatchcase(seen.operation, glob))
-        return Allowance(name, "modules of that name", lambda seen: fnmatchcase(seen.find_place().module, glob))
+        return Allowance(name, "modules of that name", lambda seen: covers(glob, seen.find_place().module))
     known = {allowance.name: allowance for allowance in ALLOWANCES}
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(map(repr, known))}"
+        hint = did_you_mean(name, known, f"known are {', '.join(map(repr, known))}")
         raise ValueError(f"unknown allowance {name!r}; {hint} (or a pattern: 'module:<glob>', 'op:<glob>')")
     return known[name]

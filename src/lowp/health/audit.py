@@ -36,16 +36,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowp import compat
+from lowp.compat import TorchDispatchMode
 from lowp.health.allowances import Allowance, Sighting, holds, memory_of, parse_allowances, sightings
 from lowp.health.bodies import Bodies
 from lowp.health.columns import aligned
 from lowp.health.holdings import Holding, of_module, of_optimizer
-from lowp.health.places import Place, Places
+from lowp.health.places import OperationPlace, Places
 from lowp.health.threads import noticed
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _NOWHERE = "outside any module"
 _NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _PAIRS = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
@@ -54,7 +54,7 @@ _PAIRS = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.
 class ForbiddenTensor(RuntimeError):
     """An operation made or touched a tensor of a forbidden dtype."""
 
-    def __init__(self, message: str, seen: Sighting, place: Place):
+    def __init__(self, message: str, seen: Sighting, place: OperationPlace):
         super().__init__(message)
         self.operation = seen.operation
         self.module = place.module
@@ -69,7 +69,7 @@ class Finding:
     """The forbidden tensors of one operation at one place, over all calls."""
 
     operation: str
-    place: Place
+    place: OperationPlace
     dtype: torch.dtype
     count: int = 0  # calls
     bytes: int = 0  # of the forbidden tensors that it made
@@ -88,7 +88,7 @@ class Finding:
         return self.place.line
 
 
-class Report:
+class AuditReport:
     """What an audit saw: `operations` watched, `findings`, what was `allowed`, and what ran `unseen`."""
 
     def __init__(self, forbidden: tuple[torch.dtype, ...], allowances: tuple[Allowance, ...]):
@@ -147,7 +147,7 @@ class Report:
             if what not in self.unseen:
                 self.unseen.append(what)
 
-    def _find(self, left: list[Sighting], first: Sighting, place: Place) -> None:
+    def _find(self, left: list[Sighting], first: Sighting, place: OperationPlace) -> None:
         with self._lock:
             key = first.operation, place, first.tensor.dtype
             found = self._findings.setdefault(key, Finding(*key))
@@ -165,7 +165,7 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _where(place: Place) -> str:
+def _where(place: OperationPlace) -> str:
     if place.phase == "optimizer":
         return place.module
     steps = ", ".join(filter(None, (place.phase if place.phase == "backward" else "", place.node)))
@@ -173,7 +173,7 @@ def _where(place: Place) -> str:
     return where + (f" ({steps})" if steps else "")
 
 
-def _in(place: Place) -> str:
+def _in(place: OperationPlace) -> str:
     where = _where(place)
     return where if where.startswith(_NOWHERE) else f"in {where}"
 
@@ -183,7 +183,7 @@ def audit(
     *,
     mode: str = "raise",
     allow: Iterable[str] = (),
-) -> AbstractContextManager[Report]:
+) -> AbstractContextManager[AuditReport]:
     """Watch every operation for tensors of forbidden dtypes.
 
     Args:
@@ -194,7 +194,7 @@ def audit(
             "module:layer1.*", and "op:<glob>", such as "op:aten.native_*".
 
     Returns:
-        a context manager, once to be entered, that gives the `Report`.
+        a context manager, once to be entered, that gives the `AuditReport`.
 
     Modules have the names of `named_modules()` of the outermost module that is called. Modules of a second such model have its
     class in front. In backward, an operation belongs to the module whose forward made its autograd node; what a forward hook of
@@ -207,11 +207,11 @@ def audit(
     allowances = parse_allowances(allow)
     if mode not in ("raise", "report"):
         raise ValueError(f"unknown mode={mode!r}; it is 'raise' or 'report'")
-    return _watch(Report(forbidden, allowances), allowances, mode == "raise")
+    return _watch(AuditReport(forbidden, allowances), allowances, mode == "raise")
 
 
 @contextmanager
-def _watch(report: Report, allowances: tuple[Allowance, ...], strict: bool) -> Iterator[Report]:
+def _watch(report: AuditReport, allowances: tuple[Allowance, ...], strict: bool) -> Iterator[AuditReport]:
     # Without the stance, torch would run compiled functions eagerly under a dispatch mode too, but for ever after (2.13).
     with torch.compiler.set_stance("force_eager"), Places() as places, _Watcher(report, allowances, strict, places) as watcher:
         try:
@@ -246,7 +246,7 @@ class _Watcher(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, report: Report, allowances: tuple[Allowance, ...], strict: bool, places: Places):
+    def __init__(self, report: AuditReport, allowances: tuple[Allowance, ...], strict: bool, places: Places):
         super().__init__()
         self.report, self.allowances, self.strict, self.places = report, allowances, strict, places
         self.forbidden = frozenset(report.forbidden) | {_PAIRS[dtype] for dtype in report.forbidden if dtype in _PAIRS}
@@ -257,7 +257,7 @@ class _Watcher(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._get_dispatch_mode(_FAKE) is not None:
+        if compat.on_fake_tensors():
             return func(*args, **kwargs)  # a compiler at work on tensors without memory: lowp's, building a kernel
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -267,7 +267,7 @@ class _Watcher(TorchDispatchMode):
         out, own = self.bodies.run(self, func, args, kwargs)
         if own and self.report._open:
             self.report._count()
-            if torch._C._current_graph_task_id() != -1:
+            if compat.backward_id() != -1:
                 self._refuse_compiled_backward()
             if holds((args, out), self.forbidden) or (kwargs and holds(kwargs.values(), self.forbidden)):
                 self._judge(func, args, kwargs, out)
@@ -281,7 +281,7 @@ class _Watcher(TorchDispatchMode):
         first = max(left, key=lambda seen: seen.made)  # what it made says more than what it was given
         self._find(left, first, find_place(), "made" if first.made else "touched")
 
-    def _find(self, left: list[Sighting], first: Sighting, place: Place, verb: str) -> None:
+    def _find(self, left: list[Sighting], first: Sighting, place: OperationPlace, verb: str) -> None:
         self.report._find(left, first, place)
         if self.strict:
             what = f"{_names((first.tensor.dtype,))} tensor of shape {tuple(first.tensor.shape)}"
@@ -316,7 +316,7 @@ class _Watcher(TorchDispatchMode):
         return True
 
     def _refuse_compiled_backward(self) -> None:
-        node = torch._C._current_autograd_node()
+        node = compat.current_node()
         if type(node).__name__ != "CompiledFunctionBackward":
             return
         self._unseen(

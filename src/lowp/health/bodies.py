@@ -6,13 +6,13 @@ mode switched on, so that everything it does comes to the mode as if the user ha
 
 Which operations have an inside:
 
-- An operator with a body in Python (`torch.library.custom_op`, `torch.library.impl`), whoever registered it.
+- An operator with a body in Python (`torch.library.custom_op`, `torch.library.impl`), lowp's or anyone's.
 - An operator of torch that is only a composition of others ("CompositeImplicitAutograd"). Autograd takes it apart before a mode
   is asked; in inference mode, and inside another operator's body, it arrives whole.
 - An operator of higher order (`torch.cond`, `flex_attention`): its body, or where that refuses to run under a mode, the
   functions that it was given.
 - A C++ operator of another library is started in the same way, so that operations of torch in it are seen. But it may take
-  memory without asking torch, and nobody can tell: it is `opaque`.
+  memory without asking torch, which cannot be seen: it is `opaque`.
 
 Torch's own kernels are leaves: what they take and free inside of one operation is scratch memory, not tensors.
 """
@@ -22,14 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload, _compute_keyset
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_map
 
-_KEY = torch._C.DispatchKey
-_BELOW_MODES = torch._C._dispatch_keyset_full_after(_KEY.Python)
+from lowp import compat
+from lowp.compat import HigherOrderOperator, OpOverload, TorchDispatchMode, tree_map
+
+_KEY = compat.DispatchKey
+_BELOW_MODES = compat.keys_below(_KEY.Python)
 _BACKENDS = tuple(getattr(_KEY, name) for name in ("CPU", "CUDA", "XPU", "MPS", "BackendSelect"))
 _FOR_ALL_BACKENDS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 _REFUSAL = "Mode should never be enabled"  # what some operators of higher order say to a mode (torch 2.11 to 2.13)
@@ -39,8 +38,6 @@ _TORCHS_OWN = frozenset((
     "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "cuda", "_native",
     "debug_mode_ops",
 ))  # fmt: skip
-
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 class Bodies:
@@ -60,7 +57,7 @@ class Bodies:
         backend = _backend(func, args, kwargs)
         higher = isinstance(func, HigherOrderOperator)
         composed = not higher and _is_composition(func, backend)
-        if torch._C._len_torch_dispatch_stack() > 0:  # others want to see the operation; the last of them looks into it
+        if compat.dispatch_mode_count() > 0:  # others want to see the operation; the last of them looks into it
             with _aside(mode):
                 return func(*args, **kwargs), not composed
         if higher:
@@ -73,7 +70,7 @@ class Bodies:
         if not python:
             self._hidden(func)
         with _switched_on(mode):
-            return func.redispatch(torch._C.DispatchKeySet(backend), *args, **kwargs), not composed
+            return func.redispatch(compat.DispatchKeySet(backend), *args, **kwargs), not composed
 
     def _run_aten(self, mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any, python: bool) -> Any:
         """Operators of torch's take numbers for tensors (`x.true_divide(2)`); `decompose` knows that, `redispatch` does not."""
@@ -89,7 +86,7 @@ class Bodies:
             self._leaves[func] = (
                 isinstance(func, OpOverload)
                 and func.namespace in _TORCHS_OWN
-                and not _has_kernel(func.name(), _KEY.CompositeImplicitAutograd)
+                and not compat.has_kernel(func.name(), _KEY.CompositeImplicitAutograd)
                 and not any(_is_python(func, key) for key in _BACKENDS)
             )
         return self._leaves[func]
@@ -103,19 +100,19 @@ def _entry(func: OpOverload) -> str:
 def _backend(func: Any, args: Any, kwargs: Any) -> Any:
     """The dispatch key that a call goes to after the modes: its tensors' backend, normally."""
     if isinstance(func, HigherOrderOperator):
-        return _compute_keyset(args, kwargs, func.non_fallthrough_keys & _BELOW_MODES).highestPriorityTypeId()
-    if _entry(func) + "BackendSelect" in torch.library._impls:
+        return compat.keys_of_call(args, kwargs, func.non_fallthrough_keys & _BELOW_MODES).highestPriorityTypeId()
+    if _entry(func) + "BackendSelect" in compat.python_kernels:
         return _KEY.BackendSelect
-    return _compute_keyset(args, kwargs, _BELOW_MODES.remove(_KEY.BackendSelect)).highestPriorityTypeId()
+    return compat.keys_of_call(args, kwargs, _BELOW_MODES.remove(_KEY.BackendSelect)).highestPriorityTypeId()
 
 
 def _is_composition(func: OpOverload, backend: Any) -> bool:
-    return _has_kernel(func.name(), _KEY.CompositeImplicitAutograd) and not _has_kernel(func.name(), backend)
+    return compat.has_kernel(func.name(), _KEY.CompositeImplicitAutograd) and not compat.has_kernel(func.name(), backend)
 
 
 def _is_python(func: OpOverload, backend: Any) -> bool:
     """Is the kernel for tensors of this backend written in Python?"""
-    return any(_entry(func) + key in torch.library._impls for key in (backend.name, *_FOR_ALL_BACKENDS))
+    return any(_entry(func) + key in compat.python_kernels for key in (backend.name, *_FOR_ALL_BACKENDS))
 
 
 def _run_higher_order(mode: TorchDispatchMode, func: Any, backend: Any, args: Any, kwargs: Any) -> Any:
@@ -155,15 +152,11 @@ def _aside(mode: TorchDispatchMode) -> Iterator[None]:
 
 @contextmanager
 def _switched_on(mode: TorchDispatchMode) -> Iterator[None]:
-    """The mode, and those that passed the operation on to it, watch again. (Not `with mode:`, see wire/comm_thread.py.)"""
+    """The mode, and those that passed the operation on to it, watch again. (See `compat.in_dispatch_modes`.)"""
     before: Sequence[TorchDispatchMode] = getattr(_waiting, "modes", ())
     _waiting.modes = ()
-    modes = (mode, *reversed(before))
-    for each in modes:
-        _push_mode(each)
     try:
-        yield
+        with compat.in_dispatch_modes((mode, *reversed(before))):
+            yield
     finally:
-        for _ in modes:
-            _pop_mode()
         _waiting.modes = before

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lowp.compat import is_traceable_wrapper_subclass
 
 
 class Holding(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowp.formats import AnyFormat
-from lowp.health.statistics import named_tensors
-from lowp.health.statistics import sample as sample_of
+from lowp.health.measures import named_tensors
+from lowp.health.measures import sample as sample_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

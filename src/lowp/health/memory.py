@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowp.health.columns import aligned
-from lowp.health.statistics import named_tensors
+from lowp.health.measures import named_tensors
 
 MEMORY_ROLES = ("weights", "gradients", "state", "buffers")
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """The bytes of one role in one dtype. Gradients that do not exist yet are `expected`, in their parameters' dtype."""
 
     role: str
@@ -31,7 +31,7 @@ class Part:
 class Memory:
     """Bytes on this rank by role and dtype; `str()` is a table."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     parameters: int  # elements on this rank, tied ones once
     measured_peak: int | None  # torch.cuda.max_memory_allocated of the parameters' devices; None without CUDA
 
@@ -109,7 +109,7 @@ def memory(model: nn.Module, optimizer: Optimizer | None = None) -> Memory:
             if expected or _is_new(part, seen):
                 key = role, part.dtype, expected
                 sizes[key] = sizes.get(key, 0) + part.numel() * part.dtype.itemsize
-    parts = tuple(Part(role, dtype, size, expected) for (role, dtype, expected), size in sizes.items())
+    parts = tuple(MemoryPart(role, dtype, size, expected) for (role, dtype, expected), size in sizes.items())
     devices = {parameter.device for parameter in parameters if parameter.device.type == "cuda"}
     peak = sum(torch.cuda.max_memory_allocated(device) for device in devices) if devices else None
     return Memory(parts, count, peak)

@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowp import compat
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOWP = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -24,7 +26,7 @@ _OWNERS_KEPT = 1_000_000
 
 
 @dataclass(frozen=True)
-class Place:
+class OperationPlace:
     """Where an operation ran."""
 
     module: str  # "layer1.0.conv1", "optimizer step (SGD)", or "" outside of them
@@ -35,12 +37,12 @@ class Place:
 
 
 class Places:
-    """Knows which module, optimizer or autograd node is at work in each thread.
+    """Which module, optimizer or autograd node runs in each thread.
 
     Forward and the optimizer: hooks of torch, for all modules and optimizers, keep a stack.
 
     Backward: autograd numbers its nodes as forward makes them, in each thread from 0. The hooks note the number at which a
-    module begins and ends; a node belongs to the module that was at work at its number. This needs no hooks on tensors, costs
+    module begins and ends; a node belongs to the module that ran at its number. This needs no hooks on tensors, costs
     nothing in backward, and also holds for nodes whose results never leave the module. (torch's ModuleTracker hooks the
     gradients of a module's inputs and outputs, and keeps names without an order: it cannot tell which of them is innermost.)
     """
@@ -52,7 +54,7 @@ class Places:
         self.models: WeakSet[nn.Module] = WeakSet()  # outermost modules
         self.optimizers: WeakSet[Optimizer] = WeakSet()
         self.at_border: Callable[[nn.Module | Optimizer], None] = lambda owner: None
-        self.stacks: dict[int, list[_Entry]] = {}
+        self.stacks: dict[int, list[_ActiveOwner]] = {}
         self.owners: dict[int, tuple[list[int], list[str]]] = {}  # by thread: a node's number -> the module from there on
 
     def __enter__(self) -> "Places":
@@ -68,18 +70,20 @@ class Places:
         for hook in self.hooks:
             hook.remove()
 
-    def find(self) -> Place:
+    def find(self) -> OperationPlace:
         """The place of the operation that runs now in this thread."""
         trace = _Trace(sys._getframe(1))
-        task = torch._C._current_graph_task_id()
+        task = compat.backward_id()
         line = trace.line
         if line is None and task != -1:  # a thread of autograd's: the line is where the thread that waits called backward
             line = _Trace(sys._current_frames().get(self.home)).line
-        place = partial(Place, line=line or trace.lowp_line or "an unknown line", lowp_parts=frozenset(trace.lowp_parts))
+        place = partial(
+            OperationPlace, line=line or trace.lowp_line or "an unknown line", lowp_parts=frozenset(trace.lowp_parts)
+        )
         stack = self.stacks.get(threading.get_ident(), [])
         while stack and stack[-1].frame is not None and stack[-1].frame not in trace.frames:
             stack.pop()  # an optimizer whose step ended with an exception
-        node = torch._C._current_autograd_node()
+        node = compat.current_node()
         node_name = "" if node is None else node.name().removeprefix("torch::autograd::")
         if stack and stack[-1].task == task:  # in backward: forward again, for a checkpoint, or an optimizer in a hook
             phase = stack[-1].phase if task == -1 or stack[-1].phase == "optimizer" else "backward"
@@ -96,7 +100,7 @@ class Places:
             named = ((name, module._parameters.values()) for module, name in list(self.names.items()))
             return next((name for name, parameters in named if any(p is node.variable for p in parameters)), "")
         numbers, names = self.owners.get(threading.get_ident() if from_here else self.home, ([], []))
-        index = bisect_right(numbers, node._sequence_nr())
+        index = bisect_right(numbers, compat.number_of_node(node))
         return names[index - 1] if index else ""
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -106,19 +110,19 @@ class Places:
             self.models.add(module)
             self.names.update((child, prefix + name) for name, child in module.named_modules() if name)
             self.names[module] = type(module).__name__
-        self._enter(_Entry(module, self.names[module], "forward"))
+        self._enter(_ActiveOwner(module, self.names[module], "forward"))
 
     def _enter_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizers.add(optimizer)
-        self._enter(_Entry(optimizer, self.name_of(optimizer), "optimizer", frame=sys._getframe(1)))
+        self._enter(_ActiveOwner(optimizer, self.name_of(optimizer), "optimizer", frame=sys._getframe(1)))
 
     def name_of(self, owner: nn.Module | Optimizer) -> str:
         if isinstance(owner, Optimizer):
             return f"optimizer step ({type(owner).__name__})"
         return self.names.get(owner, type(owner).__name__)
 
-    def _enter(self, entry: "_Entry") -> None:
-        entry.task = torch._C._current_graph_task_id()
+    def _enter(self, entry: "_ActiveOwner") -> None:
+        entry.task = compat.backward_id()
         self.stacks.setdefault(threading.get_ident(), []).append(entry)
         self._note_owner(entry.name)
 
@@ -142,7 +146,7 @@ class Places:
     def _note_owner(self, name: str) -> None:
         """Nodes made from now on in this thread belong to `name`."""
         numbers, names = self.owners.setdefault(threading.get_ident(), ([], []))
-        number = torch.autograd._get_sequence_nr()
+        number = compat.next_node_number()
         if numbers and numbers[-1] == number:
             names[-1] = name
             return
@@ -153,8 +157,8 @@ class Places:
 
 
 @dataclass
-class _Entry:
-    """A module or an optimizer at work."""
+class _ActiveOwner:
+    """A module or an optimizer that runs now."""
 
     owner: Any
     name: str

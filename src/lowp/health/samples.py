@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.formats import AnyFormat
 from lowp.health.columns import aligned
-from lowp.health.statistics import CHANGES, change_summary, local_part, measure, merge, own_format, sample, summary
+from lowp.health.measures import CHANGES, change_summary, local_part, measure, merge, own_format, sample, summary
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Sample:
     ) -> None:
         """Add a tensor, or a sample of one with so many `elements`, to the figures of its layer and role."""
         key = layer, role, "fp64" if fmt is None else str(fmt)
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if compat.is_functorch_wrapped_tensor(tensor):
             raise TypeError("its numbers are not there to be seen inside torch.func transforms")
         elements = local_part(tensor).numel() if elements is None else elements
         # In its own format a number is what it is: there is nothing to round.
@@ -104,7 +105,7 @@ class Sample:
         return {"step": self._step} | dict(zip(("layer", "role", "format"), key, strict=True))
 
 
-class Log:
+class HealthLog:
     """Samples that wait for their figures to reach the host, then records: the newest in memory, all in the file."""
 
     def __init__(self, path: Path | None, keep: int) -> None:

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-_FUNCTIONS = ("torch._C._nn", "torch._C._linalg", "torch._C._fft", "torch._C._special", "torch._C._sparse", "torch._C._nested")
+from lowp import compat
+from lowp.compat import TorchDispatchMode
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def noticed(mode: TorchDispatchMode, tell: Callable[[str], None]) -> Iterator[No
             sys.setprofile(before)
         elif event == "c_call" and _is_torchs(argument):
             sys.setprofile(before)
-            if not any(each is mode for each in _get_current_dispatch_mode_stack()):
+            if not any(each is mode for each in compat.dispatch_modes()):
                 tell(threading.current_thread().name)
         if before is not None:
             before(frame, event, argument)
@@ -44,6 +43,6 @@ def noticed(mode: TorchDispatchMode, tell: Callable[[str], None]) -> Iterator[No
 
 def _is_torchs(function: Any) -> bool:
     owner = getattr(function, "__self__", None)
-    if isinstance(owner, Tensor) or owner is torch._C._VariableFunctions or owner is Tensor:
+    if isinstance(owner, Tensor) or owner is compat.FUNCTIONS_OF_TORCH or owner is Tensor:
         return True
-    return getattr(owner, "__name__", None) in _FUNCTIONS
+    return getattr(owner, "__name__", None) in compat.MODULES_OF_FUNCTIONS

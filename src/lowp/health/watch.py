@@ -7,8 +7,8 @@ Every n-th optimizer step is *sampled*. From the end of the step before it,
 2. before the optimizer moves, weights and gradients are measured, and the update that it intends is computed;
 3. after it has moved, updates and states are measured; hooks and stance go back to what they were.
 
-Figures stay on the device until the copy to the host, which nobody waits for; they are read at the next sample, or when
-somebody asks. Between samples a step costs one call of an empty hook.
+Figures are copied to the host without waiting for the device; they are read at the next sample, or when they are asked for.
+Between samples a step costs one call of an empty hook.
 """
 
 import copy
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowp import compat
 from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.health.eagerness import Eagerness
 from lowp.health.intent import Intent, intended_updates, look
-from lowp.health.samples import Log, Sample, table
-from lowp.health.statistics import local_part, measure_change, named_tensors, own_format
-from lowp.health.statistics import sample as sample_of
+from lowp.health.measures import local_part, measure_change, named_tensors, own_format
+from lowp.health.measures import sample as sample_of
+from lowp.health.samples import HealthLog, Sample, table
 
 ROLES = ("weights", "activations", "gradients", "updates", "states")
 
@@ -84,7 +85,7 @@ def watch(
             raise ValueError(f"{name} is a number of {'elements' if name == 'sample' else 'steps'} from 1 up, not {number!r}")
     roles = (roles,) if isinstance(roles, str) else tuple(roles)
     _check_roles(roles)
-    log = Log(None if path is None else Path(path), keep)
+    log = HealthLog(None if path is None else Path(path), keep)
     return Watch(model, optimizer, _formats(format), frozenset(roles), every, sample, log, step)
 
 
@@ -132,11 +133,11 @@ class Watch:
         roles: frozenset[str],
         every: int,
         sample: int,
-        log: Log,
+        log: HealthLog,
         step: int = 0,
     ) -> None:
         self.step = step  # optimizer steps completed
-        self._model, self._optimizer = getattr(model, "_orig_mod", model), optimizer  # a compiled model's names are its own
+        self._model, self._optimizer = compat.uncompiled(model), optimizer  # a compiled model's names are its own
         self._formats, self._roles, self._every, self._most = formats, roles, every, sample
         self._log = log
         self._eagerly = Eagerness()
@@ -191,7 +192,7 @@ class Watch:
             self._eagerly.enter()  # compiled layers would not call them
 
     def _end(self) -> None:
-        """Close the sample. What was waiting before it has reached the host long since; what is new is on its way."""
+        """Close the sample. The figures of the sample before have reached the host by now; the copy of the new ones begins."""
         self._eagerly.leave()
         for hook in self._layer_hooks:
             hook.remove()
@@ -308,6 +309,6 @@ def _has_arguments(args: tuple, kwargs: dict) -> bool:
     return any(value is not None for value in (*args[1:], *(value for name, value in kwargs.items() if name != _SCALE)))
 
 
-def _finish(log: Log, eagerly: Eagerness) -> None:
+def _finish(log: HealthLog, eagerly: Eagerness) -> None:
     eagerly.leave()
     log.write()

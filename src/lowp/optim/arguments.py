@@ -1,12 +1,12 @@
 """What optimizers are given: hyper-parameters, names, gradients and their scale. Mistakes are refused here, in plain words."""
 
-import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
+from lowp.names import SMALL, covers, matches_nothing, unmatched
 from lowp.optim.sharding import is_sharded
 from lowp.tensor.carrier import FORMAT_OF_DTYPE
 from lowp.tensor.noise import Domain, Noise
@@ -132,10 +132,21 @@ def excluded(parameter: Tensor, name: str | None, exclude: Any) -> bool:
         return bool(exclude(parameter))
     if name is None:
         raise ValueError("exclude= by names needs names: give model.named_parameters() to the optimizer")
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+    return any(covers(pattern, name) or (pattern == SMALL and parameter.dim() <= 1) for pattern in exclude)
 
 
-def scale_of(gradient_scale: GradientScale, parameter: Tensor) -> float:
+def check_exclude(exclude: Any, groups: Iterable[dict[str, Any]]) -> None:
+    """Patterns (names.py) must match something. (Without names, `excluded` raises when it is first asked.)"""
+    if exclude is None or callable(exclude):
+        return
+    if isinstance(exclude, str):
+        raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
+    names = [name for group in groups for name in group.get("param_names", ())]
+    for pattern in unmatched(exclude, names) if names else ():
+        raise ValueError(f"exclude: {matches_nothing(pattern, names)}")
+
+
+def gradient_scale_of(gradient_scale: GradientScale, parameter: Tensor) -> float:
     """What a parameter's gradient was multiplied by."""
     scale = gradient_scale[parameter] if isinstance(gradient_scale, Mapping) else gradient_scale
     if not scale > 0:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowp.optim import kernels, scales
 from lowp.optim.kernels import Layout
 from lowp.optim.rules import LAMBRule
-from lowp.optim.sharding import Placement
+from lowp.optim.sharding import LocalParameter
 from lowp.tensor.carrier import F32
 from lowp.tensor.lists.function import Lists, tables_on
 from lowp.tensor.noise import Domain, stream_of
@@ -28,7 +28,7 @@ class Member:
     """A parameter: what is on this rank of it, its number, and its states' tensors (this rank's part) in the kernel's order."""
 
     parameter: Tensor
-    placement: Placement
+    placement: LocalParameter
     number: int
     name: str | None
     rest: list[Tensor]  # states, compensation, exponents of blocks

@@ -15,7 +15,7 @@ from lowp.optim.arguments import own_name
 from lowp.optim.family import Family, Member
 from lowp.optim.kernels import Layout
 from lowp.optim.rules import Rule
-from lowp.optim.sharding import Placement
+from lowp.optim.sharding import LocalParameter
 from lowp.optim.storing import LONGEST_BLOCK, begin, block_width
 
 Groups = list[dict[str, Any]]
@@ -44,7 +44,7 @@ def gather(groups: Groups, states: States, layout_of: Callable[..., Layout]) -> 
 
 
 def _member(parameter: Tensor, state: dict[str, Any], layout: Layout, number: int, name: str | None) -> Member:
-    placement = Placement(parameter)
+    placement = LocalParameter(parameter)
     width = block_width(parameter.shape, LONGEST_BLOCK) if layout.blocked else 0
     rest = [placement.part_of(state[key]) for key in layout.state_names]
     return Member(parameter, placement, number, name, rest, width)

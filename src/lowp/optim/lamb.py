@@ -5,7 +5,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from lowp.optim.adamw import check_adam
-from lowp.optim.arguments import Options, betas_of, excluded, options_of
+from lowp.optim.arguments import Options, betas_of, check_exclude, excluded, options_of
 from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.optim.rules import LAMBRule, Rule
 
@@ -37,6 +37,7 @@ class LAMB(LowPrecisionOptimizer):
         self._exclude = exclude
         defaults = {"lr": lr, "betas": betas_of(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, options_of(options))
+        check_exclude(exclude, self.param_groups)
 
     def check_settings(self, group: dict[str, Any]) -> None:
         check_adam(group)

@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from lowp.optim.arguments import Options, at_least, excluded, options_of
+from lowp.optim.arguments import Options, at_least, check_exclude, excluded, options_of
 from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.optim.rules import LARSRule, Rule
 
@@ -20,7 +20,7 @@ class LARS(LowPrecisionOptimizer):
         params, lr, momentum, weight_decay, nesterov: as usual.
         trust: the trust coefficient.
         exclude: which parameters take `lr` itself and do not decay: None for all of one dimension (biases, norms), a function
-            of the parameter, or a list of name patterns (give `model.named_parameters()` then).
+            of the parameter, or a list of patterns (names.py; give `model.named_parameters()` then).
         clip: never more than `lr` (LARC).
         options: what all optimizers share: see `LowPrecisionOptimizer`.
     """
@@ -45,6 +45,7 @@ class LARS(LowPrecisionOptimizer):
             "clip": clip,
         }  # fmt: skip
         super().__init__(params, defaults, options_of(options))
+        check_exclude(exclude, self.param_groups)
 
     def check_settings(self, group: dict[str, Any]) -> None:
         at_least("momentum", group["momentum"], 0.0, 1.0)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from lowp.compat import tree_map_only
 from lowp.tensor.carrier import F64, exponent_below
 
 NO_GRADIENT = -1  # in the place of a gradient's largest magnitude, whose bits are never negative
@@ -45,7 +45,7 @@ class TimesPowerOfTwo(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class Layer:
+class ScaledLayer:
     """A leaf module, or several that share a parameter, with one exponent.
 
     The exponent follows the largest gradient: below 2^8 it rises, above 2^12 it falls (not below 0), four powers a step at
@@ -129,7 +129,7 @@ class LayerExponents:
                 layer.exponent = max(0, layer.exponent + min(powers, 0))
             layer.ceiling = max(layer.ceiling, layer.exponent)
 
-    def to_blame(self, bad: Sequence[Tensor], largest: dict[Tensor, int]) -> list[Layer]:
+    def to_blame(self, bad: Sequence[Tensor], largest: dict[Tensor, int]) -> list[ScaledLayer]:
         """The layers whose exponents are too high, or none if the errors between the layers overflowed.
 
         Suspect is the layer of the non-finite parameter nearest to the loss. It is to blame if its exponent is above 0, or if a
@@ -186,7 +186,7 @@ class LayerExponents:
             stack.extend((following, inside) for following, _ in node.next_functions)
 
 
-def _hooks(layer: Layer, number: int) -> tuple[Callable, Callable]:
+def _hooks(layer: ScaledLayer, number: int) -> tuple[Callable, Callable]:
     """What is done to a layer's inputs and outputs, in whatever tuples and dicts they come."""
 
     def times(values: Any, factor: float, boundary: int) -> Any:
@@ -207,16 +207,16 @@ def _hooks(layer: Layer, number: int) -> tuple[Callable, Callable]:
     return before, after
 
 
-def _find_layers(model: nn.Module) -> list[Layer]:
+def _find_layers(model: nn.Module) -> list[ScaledLayer]:
     """Modules with parameters to train and without submodules that have any; those that share a parameter are one layer."""
-    layers: list[Layer] = []
+    layers: list[ScaledLayer] = []
     for name, module in model.named_modules():
         own = set(module.parameters(recurse=False))
         has_submodules = any(True for child in module.children() for _ in child.parameters())
         if has_submodules or not any(parameter.requires_grad for parameter in own):
             continue
         tied = [layer for layer in layers if own & set(layer.parameters())]
-        joined = Layer(tied[0].name if tied else name or "model", [*(m for layer in tied for m in layer.modules), module])
+        joined = ScaledLayer(tied[0].name if tied else name or "model", [*(m for layer in tied for m in layer.modules), module])
         layers = [layer for layer in layers if layer not in tied] + [joined]
     return layers
 
@@ -227,8 +227,8 @@ def check_saved_layers(saved: Any, own: dict[str, list[int]]) -> dict[str, list[
         raise ValueError(f"the saved exponents are not for this model's layers; they differ in {', '.join(different[:5])}")
     for name, pair in saved.items():
         whole = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(number) is int for number in pair)
-        if not whole or not Layer.FLOOR <= pair[0] <= pair[1] <= Layer.CEILING:
+        if not whole or not ScaledLayer.FLOOR <= pair[0] <= pair[1] <= ScaledLayer.CEILING:
             raise ValueError(
-                f"layer {name!r}: an exponent and its ceiling between {Layer.FLOOR} and {Layer.CEILING}, not {pair}"
+                f"layer {name!r}: an exponent and its ceiling between {ScaledLayer.FLOOR} and {ScaledLayer.CEILING}, not {pair}"
             )
     return saved

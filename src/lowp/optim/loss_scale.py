@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowp.optim.layer_exponents import NO_GRADIENT, Layer, LayerExponents, TimesPowerOfTwo, check_saved_layers
+from lowp import compat
+from lowp.optim.layer_exponents import NO_GRADIENT, LayerExponents, ScaledLayer, TimesPowerOfTwo, check_saved_layers
 from lowp.tensor.carrier import CARRIERS, F64, exponent_below
 
 FP16_LIMIT = 2.0**15  # the largest power of two in FP16: a scale above it makes the gradient of an FP16 loss infinite
@@ -201,12 +202,12 @@ class LossScale:
         agreed = numbers.tolist()
         return dict(zip(parameters, agreed, strict=False)), agreed[len(parameters) :]
 
-    def _to_blame(self, bad: Sequence[Tensor], largest: dict[Tensor, int]) -> list[Layer]:
+    def _to_blame(self, bad: Sequence[Tensor], largest: dict[Tensor, int]) -> list[ScaledLayer]:
         """Layers that overflowed by themselves. None did if the scale has just grown: exponents do not rise in that step."""
         just_grown = self._clean_steps == self._skipped_in_a_row == 0
         return [] if just_grown else self._layers.to_blame(bad, largest)
 
-    def _leave_out(self, culprit: str, layers: Sequence[Layer] = ()) -> None:
+    def _leave_out(self, culprit: str, layers: Sequence[ScaledLayer] = ()) -> None:
         """Count a step that was not applied, and lower the layers that overflowed by themselves, or else the scale."""
         self.skipped += 1
         self._skipped_in_a_row += 1
@@ -260,7 +261,7 @@ def _numbers_to_agree_on(parameters: Sequence[Tensor], flags: Sequence[bool]) ->
             if gradient.numel():
                 together.setdefault((gradient.device, gradient.dtype), []).append((i, gradient))
     for members in together.values():
-        largest = torch.stack(torch._foreach_norm([gradient for _, gradient in members], math.inf))
+        largest = torch.stack(compat.foreach_norm([gradient for _, gradient in members], math.inf))
         bits = _float64_bits(largest).to(device)
         for (i, _), own in zip(members, bits.unbind(), strict=True):
             numbers[i] = own
@@ -300,7 +301,7 @@ def _step(optimizer: Any, scale: float, exponents: dict[Tensor, int]) -> None:
     for divisor in set(scales.values()):
         gradients = [_elements(p.grad) for p, own in scales.items() if own == divisor and p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, 1 / divisor)
+            compat.foreach_mul_(gradients, 1 / divisor)
     optimizer.step()
 
 

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.optim import scales
-from lowp.optim.arguments import GradientScale, check_gradient, check_options, own_name, scale_of, with_rate
+from lowp.optim.arguments import GradientScale, check_gradient, check_options, gradient_scale_of, own_name, with_rate
 from lowp.optim.checkpoint import check_groups, check_states
 from lowp.optim.family import Family, Step
 from lowp.optim.gathering import Families, gather, still_holds
@@ -21,7 +22,7 @@ from lowp.optim.in_graph import register, step_in_graph
 from lowp.optim.kernels import Layout
 from lowp.optim.rounding import UPDATES, scale_of_compensation
 from lowp.optim.rules import Rule
-from lowp.optim.sharding import Placement
+from lowp.optim.sharding import LocalParameter
 from lowp.optim.storing import decoded, layout_for
 from lowp.tensor.carrier import FORMAT_OF_DTYPE
 from lowp.tensor.errors import NonFiniteGradient
@@ -116,7 +117,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 )
             if parameter.numel() > 1 << 30:
                 raise ValueError(f"{name} has {parameter.numel()} elements; up to 2^30 are supported")
-            Placement(parameter).check()
+            LocalParameter(parameter).check()
             self._layout(parameter, group, own_name(group, i), parameter.dtype)
 
     def _name(self, group: dict[str, Any], i: int, place: int) -> str:
@@ -169,7 +170,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                     steps += self._steps_of(each, rated, gradient_scale)
         worst = self._measure(steps, plain)
         for group, parameters in plain:
-            units = [1.0 / scale_of(gradient_scale, p) for p in parameters]
+            units = [1.0 / gradient_scale_of(gradient_scale, p) for p in parameters]
             gradients = [p.grad for p in parameters if p.grad is not None]
             gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
             for p in parameters:
@@ -197,7 +198,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _refuse_nonfinite(self, members: list[Tensor]) -> None:
         """Of parameters that torch's own functions update, which would not leave a bad step alone. One wait for all of them."""
-        parts = {p: Placement(p).part_of(p.grad) for p in members}
+        parts = {p: LocalParameter(p).part_of(p.grad) for p in members}
         parts = {p: part for p, part in parts.items() if part.numel()}  # of a shard with nothing in it there is no largest
         if not parts:
             return
@@ -234,7 +235,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             call = torch.tensor(scales.constants(rule.averages(group), group["seed"], step), dtype=torch.int32).view(-1, 1)
             if each.device.type != "cpu":
                 call = call.to(each.device, non_blocking=True)
-            units = [sign / scale_of(gradient_scale, member.parameter) for member in chosen.members]
+            units = [sign / gradient_scale_of(gradient_scale, member.parameter) for member in chosen.members]
             found.append(Step(chosen, call, rule.scalars(group, step), units))
         return found
 
@@ -285,7 +286,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def full_weight(self, parameter: Tensor) -> Tensor:
         """The weight with Kahan's compensation, where there is one (float32; this rank's part)."""
-        placement, state = Placement(parameter), self.state.get(parameter, {})
+        placement, state = LocalParameter(parameter), self.state.get(parameter, {})
         weight = placement.local.to(torch.float32)
         if "compensation" not in state:
             return weight
@@ -311,7 +312,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             group["saved_states"] = sum(bool(saved["state"].get(key)) for key in group["params"])
         return saved
 
-    @torch._disable_dynamo
+    @compat.disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. What does not fit is refused by name, and nothing is changed."""
         groups = [
@@ -348,5 +349,5 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
     """The largest magnitude of each. On CUDA a norm, in a few launches for all; on a CPU, where norms are slow, both ends."""
     if tensors[0].is_cuda:
-        return list(torch._foreach_norm(tensors, math.inf))
+        return list(compat.foreach_norm(tensors, math.inf))
     return [torch.maximum(high, -low) for low, high in map(torch.aminmax, tensors)]

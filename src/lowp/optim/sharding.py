@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp import compat
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Is it a DTensor? (Asked without importing torch.distributed.tensor, which takes a while.)"""
@@ -19,7 +21,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Placement:
+class LocalParameter:
     """One parameter on this rank."""
 
     parameter: Any
@@ -49,12 +51,7 @@ class Placement:
         """The place of this rank's first element in the whole parameter."""
         if not is_sharded(self.parameter):
             return 0
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        mesh, placements = self.parameter.device_mesh, self.parameter.placements
-        _, offsets = compute_local_shape_and_global_offset(self.parameter.shape, mesh, placements)
-        row = self.parameter.shape[1:].numel() if self.parameter.dim() else 1
-        return offsets[0] * row if offsets else 0
+        return compat.first_element_of_shard(self.parameter)
 
     def check(self) -> None:
         """Whole, replicated, or split along the first dimension over one dimension of the mesh."""

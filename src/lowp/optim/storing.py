@@ -16,7 +16,7 @@ from lowp.optim.family import Member, in_shape_of
 from lowp.optim.kernels import Layout
 from lowp.optim.rounding import Stored, Update
 from lowp.optim.rules import Average, Rule
-from lowp.optim.sharding import Placement
+from lowp.optim.sharding import LocalParameter
 from lowp.tensor.carrier import F32, FORMAT_OF_DTYPE, carrier_for, exponent_below
 from lowp.tensor.lists.function import tables_on
 from lowp.tensor.memory import is_dense
@@ -108,7 +108,7 @@ def block_width(shape: torch.Size, longest: int) -> int:
 
 def begin(parameter: Tensor, layout: Layout) -> dict[str, Any]:
     """A parameter's states before its first step."""
-    placement = Placement(parameter)
+    placement = LocalParameter(parameter)
     local = placement.local
     if not is_dense(local):
         raise ValueError(f"a parameter of shape {tuple(local.shape)} and strides {local.stride()} is not dense")

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import _VF, Tensor
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lowp.compat import RECURRENT
 from lowp.simulation.attention import multi_head_attention, scaled_dot_product_attention
 from lowp.simulation.recurrent import gru, gru_cell, lstm, lstm_cell, rnn_relu, rnn_relu_cell, rnn_tanh, rnn_tanh_cell
 from lowp.tensor.matmul import Arithmetic, conv2d, linear, matmul
@@ -122,14 +123,14 @@ _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
 _TAKEN_APART: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
-    _VF.lstm: lstm,
-    _VF.gru: gru,
-    _VF.rnn_tanh: rnn_tanh,
-    _VF.rnn_relu: rnn_relu,
-    _VF.lstm_cell: lstm_cell,
-    _VF.gru_cell: gru_cell,
-    _VF.rnn_tanh_cell: rnn_tanh_cell,
-    _VF.rnn_relu_cell: rnn_relu_cell,
+    RECURRENT.lstm: lstm,
+    RECURRENT.gru: gru,
+    RECURRENT.rnn_tanh: rnn_tanh,
+    RECURRENT.rnn_relu: rnn_relu,
+    RECURRENT.lstm_cell: lstm_cell,
+    RECURRENT.gru_cell: gru_cell,
+    RECURRENT.rnn_tanh_cell: rnn_tanh_cell,
+    RECURRENT.rnn_relu_cell: rnn_relu_cell,
 }
 
 _REFUSED = {

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowp.simulation.layers import OFF, SUMS, Layer
+from lowp.simulation.layers import OFF, SUMS, SimulatedLayer
 from lowp.simulation.modules import LAYER
 
 _UNKNOWN = "?"  # how many elements an output has, before the model has run
@@ -96,7 +96,7 @@ def _class_name(model: nn.Module) -> str:
     return getattr(type(model), "_lowp_original", type(model)).__name__
 
 
-def _rows(layer: Layer) -> list[Described]:
+def _rows(layer: SimulatedLayer) -> list[Described]:
     rows = [_row(layer, role) for role in layer.tensor_roles]
     if SUMS in layer.roles:
         arithmetic = OFF if layer.arithmetic is None else str(layer.arithmetic)
@@ -104,7 +104,7 @@ def _rows(layer: Layer) -> list[Described]:
     return rows
 
 
-def _row(layer: Layer, role: str) -> Described:
+def _row(layer: SimulatedLayer, role: str) -> Described:
     plan = layer.plans[role]
     is_scaled = plan is not None and (plan.scale != "none" or plan.format != layer.formats[role])  # the latter: in blocks
     return Described(

@@ -13,7 +13,6 @@ The scale is that of the first matching entry that gives the role one, else the 
 `Arithmetic`, by its name; it has no scale and is not promoted.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,11 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lowp.compat import tree_flatten, tree_leaves, tree_unflatten
 from lowp.formats import AnyFormat, BlockFormat, Format
 from lowp.formats import format as parse_format
 from lowp.formats.floats import E8M0FNU
+from lowp.names import did_you_mean
 from lowp.simulation.accumulate import NarrowSums
 from lowp.simulation.rounding import UNKNOWN, Target, passed
 from lowp.simulation.scales import NONE, Scale, known_shift
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 @dataclass(eq=False)
-class Layer:
+class SimulatedLayer:
     """One module that is simulated: format and scale of each of its roles, and the rounding of its tensors."""
 
     name: str
@@ -217,6 +217,9 @@ def _count(output: Any) -> int:
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
+Layer = SimulatedLayer  # its name in models that were saved before
+
+
 def plan_of(format: str | None, scale: Scale, what: str) -> Plan | None:
     """How tensors get into a format by way of a scale; None if they are left alone."""
     if format is None:
@@ -259,7 +262,6 @@ def checked_roles(formats: Mapping[str, Any], where: str) -> dict[str, str | Non
     known = (*ROLES, SUMS)
     for role in formats:
         if role not in known:
-            near = difflib.get_close_matches(str(role), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"roles are {', '.join(known)}"
+            hint = did_you_mean(str(role), known, f"roles are {', '.join(known)}")
             raise ValueError(f"unknown role {role!r} in {where}; {hint}")
     return {role: checked_arithmetic(name) if role == SUMS else checked_format(name, role) for role, name in formats.items()}

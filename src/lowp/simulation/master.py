@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.formats import AnyFormat, BlockFormat, Format
 from lowp.formats import format as parse_format
 from lowp.simulation.layers import checked_format
@@ -62,7 +63,7 @@ class MasterWeights:
         self._round("nearest")
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
-    @torch._disable_dynamo  # its counter would be a constant of the graph, compiled again with every step
+    @compat.disable_dynamo  # its counter would be a constant of the graph, compiled again with every step
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step += 1
         self._round(self.rounding)

@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowp.simulation.layers import ROLES, Layer
+from lowp.compat import tree_leaves
+from lowp.simulation.layers import ROLES, SimulatedLayer
 from lowp.simulation.modules import LAYER
 
 _INPUT = 0  # the group of the model's input
 
 
 @dataclass(frozen=True)
-class Place:
+class FormatSlot:
     """What has one format: a role of a layer, or of the layers that share a parameter."""
 
     role: str
@@ -45,10 +45,10 @@ class Place:
     stage: int
 
 
-def measure(model: nn.Module, run: Callable[[], object]) -> list[Place]:
+def measure(model: nn.Module, run: Callable[[], object]) -> list[FormatSlot]:
     """All places of a simulated model, in order of registration; `run` is a forward pass. The model stays as it is."""
     modules = {layer.name: module for module in model.modules() if (layer := vars(module).get(LAYER)) is not None}
-    layers: dict[str, Layer] = {name: vars(module)[LAYER] for name, module in modules.items()}
+    layers: dict[str, SimulatedLayer] = {name: vars(module)[LAYER] for name, module in modules.items()}
     recorder = _Recorder()
     with undisturbed(model), recorder.attached(modules, layers), torch.no_grad():
         model.eval()
@@ -59,11 +59,11 @@ def measure(model: nn.Module, run: Callable[[], object]) -> list[Place]:
         if role in ("activations", "errors"):
             for name in own:
                 stage = recorder.group_made_by(name)
-                places.append(Place(role, (name,), recorder.elements.get(name, 0), stage, stage))
+                places.append(FormatSlot(role, (name,), recorder.elements.get(name, 0), stage, stage))
             continue
         for names, elements in _sharing({name: modules[name] for name in own}):
             group, stage = recorder.group_read_by(names[0]), recorder.group_made_by(names[0])
-            places.append(Place(role, names, elements, group, stage))
+            places.append(FormatSlot(role, names, elements, group, stage))
     order = {name: number for number, name in enumerate(layers)}
     return sorted(places, key=lambda place: (order[place.layers[0]], ROLES.index(place.role)))
 
@@ -129,7 +129,7 @@ class _Recorder:
         self._last = self._groups = _INPUT
 
     @contextmanager
-    def attached(self, modules: Mapping[str, nn.Module], layers: Mapping[str, Layer]) -> Iterator[None]:
+    def attached(self, modules: Mapping[str, nn.Module], layers: Mapping[str, SimulatedLayer]) -> Iterator[None]:
         hooks = []
         try:
             for name, module in modules.items():
@@ -142,14 +142,14 @@ class _Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def _before(self, layer: Layer) -> Any:
+    def _before(self, layer: SimulatedLayer) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             known = [self._makers[leaf] for leaf in _numbers((args, kwargs)) if leaf in self._makers]
             self._read.setdefault(layer.name, known[0] if known else self._last)
 
         return hook
 
-    def _after(self, layer: Layer) -> Any:
+    def _after(self, layer: SimulatedLayer) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if layer.has_matrix and layer.name not in self._made:
                 self._groups += 1

@@ -20,20 +20,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
-from torch.nn.modules.padding import _ConstantPadNd, _ReflectionPadNd, _ReplicationPadNd
-from torch.nn.modules.pooling import _MaxPoolNd
 
-from lowp.simulation.layers import Layer
+from lowp import compat
+from lowp.simulation.layers import SimulatedLayer
 from lowp.simulation.refusals import check_module, check_parameter
 from lowp.simulation.special import forward_of, overrides
 from lowp.simulation.weights import guarded
 
 # Leaves that give numbers on as they are, and those whose result is no activation.
 _MOVE = (nn.Identity, nn.Sequential, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Unfold)
-_PICK = (_MaxPoolNd, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
-_PAD = (_ConstantPadNd, _ReflectionPadNd, _ReplicationPadNd, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d)
-_SILENT = (*_MOVE, *_PICK, *_PAD, _Loss)
+_PICK = (compat.MaxPoolNd, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+_CIRCULAR = (nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d)
+_PAD = (compat.ConstantPadNd, compat.ReflectionPadNd, compat.ReplicationPadNd, *_CIRCULAR)
+_SILENT = (*_MOVE, *_PICK, *_PAD, compat.Loss)
 _WHOLE = (nn.MultiheadAttention,)  # computes as one: its children only hold weights
 
 LAYER = "_lowp_layer"  # in a simulated module's __dict__
@@ -69,7 +68,7 @@ def is_simulated(module: nn.Module) -> bool:
     return hasattr(type(module), "_lowp_original")
 
 
-def convert(module: nn.Module, layer: Layer | None, rounds_output: bool) -> None:
+def convert(module: nn.Module, layer: SimulatedLayer | None, rounds_output: bool) -> None:
     """Exchange the module's class; `layer` has the formats (None: a container whose short cuts are all that changes)."""
     original = type(module)
     names = tuple(module._parameters) if layer is not None else ()
@@ -103,7 +102,7 @@ def _hook_gradients(module: nn.Module) -> None:
             _hook_gradient(vars(module)[LAYER], name, place, parameter)
 
 
-def _hook_gradient(layer: Layer, name: str, place: int, parameter: Tensor) -> None:
+def _hook_gradient(layer: SimulatedLayer, name: str, place: int, parameter: Tensor) -> None:
     """Round the gradient of a parameter that layers share, or of what stands in its place, unless one does already."""
     if name not in layer.owned & layer.shared or parameter in layer.simulation.hooks:
         return
@@ -187,7 +186,7 @@ def _check_new_parameter(module: nn.Module, name: str, parameter: Tensor | None,
     if name not in names:
         raise ValueError(f"{_name(module)} is simulated and takes no further parameters ({name!r}); lowp.restore(model) first")
     if parameter is not None:
-        layer: Layer = vars(module)[LAYER]
+        layer: SimulatedLayer = vars(module)[LAYER]
         check_parameter(f"{layer.name}.{name}", parameter)
         if name not in layer.owned and parameter not in layer.simulation.hooks:
             raise ValueError(
@@ -200,7 +199,7 @@ def _rounded_forward(original: type[nn.Module]) -> Any:
     compute, only_reads = forward_of(original), original.__module__.startswith("torch.")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        layer: Layer = self._lowp_layer  # type: ignore[assignment]
+        layer: SimulatedLayer = self._lowp_layer  # type: ignore[assignment]
         if torch.compiler.is_compiling() or not only_reads:
             return layer.output(layer.compute(compute, self, *args, **kwargs))
         layer.simulation.computing += 1
@@ -218,11 +217,11 @@ def _rounded_parameter(name: str, place: int) -> Any:
         parameter = self._parameters[name]
         if parameter is None:
             return None
-        layer: Layer = self._lowp_layer  # type: ignore[assignment]
+        layer: SimulatedLayer = self._lowp_layer  # type: ignore[assignment]
         is_shared = name in layer.shared
         if torch.compiler.is_compiling():
             return layer.weight(parameter, place, rounds_gradient=not is_shared)
-        if is_shared and torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+        if is_shared and compat.is_functorch_wrapped_tensor(parameter):
             is_shared = False  # torch.func knows no hooks: of each use
         elif is_shared and parameter.requires_grad:
             _hook_gradient(layer, name, place, parameter)  # somebody may have put another one there

@@ -2,13 +2,13 @@
 
 Every tensor that a layer rounds has a row, all layers' and roles' one after the other:
 
-1. Passes raise `Layer.seen` to the largest magnitude that they meet. Several passes of a step (virtual ranks, accumulated
+1. Passes raise a layer's `seen` to the largest magnitude that they meet. Several passes of a step (virtual ranks, accumulated
    batches, recomputed activations) give the largest of them all, in whatever order.
 2. Ranks that train together agree: everybody takes the largest that any of them has seen.
-3. When the next step begins, `seen` becomes the first column of the history, whose last one goes, and `Layer.bounds` the
+3. When the next step begins, `seen` becomes the first column of the history, whose last one goes, and `bounds` the
    largest of each row's last n. Nothing moves during a pass, so that all passes of a step are scaled alike.
 
-`seen` and `bounds` are changed in place, by compiled code too: a new step compiles nothing, and nobody waits for the device.
+`seen` and `bounds` are changed in place, by compiled code too: a new step compiles nothing and does not wait for the device.
 A magnitude of zero says nothing to scale by. In a calibration, where zero is an answer, "not seen" is -1.
 """
 
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.simulation.layers import Layer
+from lowp import compat
+from lowp.simulation.layers import SimulatedLayer
 
 Agree = Callable[[Tensor], Tensor]
 _NOT_SEEN = -1.0
@@ -27,13 +28,13 @@ _NOT_SEEN = -1.0
 class Ranges:
     """The rows of one simulation."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[SimulatedLayer]) -> None:
         self._places = [(layer, role) for layer in layers for role in layer.tensor_roles]
         self._rows = [layer.places(role) for layer, role in self._places]
         self._step = 0  # that `seen` belongs to
         self._history: Tensor | None = None  # [rows, steps], the latest first
 
-    def _with_scale(self, kind: str) -> list[tuple[Layer, str]]:
+    def _with_scale(self, kind: str) -> list[tuple[SimulatedLayer, str]]:
         plans = [layer.plans[role] for layer, role in self._places]
         return [place for place, plan in zip(self._places, plans, strict=True) if plan is not None and plan.scale == kind]
 
@@ -57,7 +58,7 @@ class Ranges:
             seen = self._seen()
             self._history = torch.cat([seen[:, None], self._history.to(seen.device)[:, :-1]], 1)
             self._set_bounds(self._history)
-            torch._foreach_zero_([layer.seen[role] for layer, role in self._with_scale("delayed")])
+            compat.foreach_zero_([layer.seen[role] for layer, role in self._with_scale("delayed")])
         self._step = step
 
     def _set_bounds(self, history: Tensor) -> None:
@@ -66,7 +67,7 @@ class Ranges:
         by_row = torch.tensor(lengths).repeat_interleave(torch.tensor(self._rows)).to(history.device)
         counts = torch.arange(history.size(1), device=history.device) < by_row[:, None]
         maxima = torch.where(counts, history, torch.zeros_like(history)).amax(1)
-        torch._foreach_copy_([layer.bounds[role] for layer, role in self._places], list(maxima.split(self._rows)))
+        compat.foreach_copy_([layer.bounds[role] for layer, role in self._places], list(maxima.split(self._rows)))
 
     def agree(self, agree: Agree) -> None:
         """Go by what all ranks have seen in this step."""
@@ -79,7 +80,7 @@ class Ranges:
         return torch.cat([part.to(parts[0].device) for part in parts])
 
     def _see(self, maxima: Tensor) -> None:
-        torch._foreach_copy_([layer.seen[role] for layer, role in self._places], list(maxima.split(self._rows)))
+        compat.foreach_copy_([layer.seen[role] for layer, role in self._places], list(maxima.split(self._rows)))
 
     def start_calibration(self) -> None:
         places = self._with_scale("calibrated")

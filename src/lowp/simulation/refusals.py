@@ -9,11 +9,11 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from lowp.compat import is_compiled_module
 from lowp.tensor.carrier import CARRIERS
 
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized")
 _WRAPPERS = {  # by the module that defines them, which need not be imported to know that nobody uses them
-    ("torch._dynamo.eval_frame", "OptimizedModule"): "is compiled: simulate the model first, and compile it then",
     (
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         "FullyShardedDataParallel",
@@ -32,6 +32,8 @@ def check_module(name: str, module: nn.Module) -> None:
 
 def _why_not(module: nn.Module) -> str | None:
     kind = type(module)
+    if is_compiled_module(module):
+        return "is compiled: simulate the model first, and compile it then"
     for (home, wrapper), why in _WRAPPERS.items():
         if home in sys.modules and isinstance(module, getattr(sys.modules[home], wrapper)):
             return why

@@ -1,29 +1,30 @@
-"""One tensor rounded on its way: forward to one format, its gradient to another, each as its `Target` says.
+"""One tensor rounded in each direction: forward to one format, its gradient to another, each as its `Target` says.
 
 The gradient passes straight through the rounding of the value. A target does, in this order:
 
-1. find the tensor's largest magnitude, if its scale goes by that or somebody remembers it;
+1. find the tensor's largest magnitude, if its scale needs it or it is remembered;
 2. multiply by a power of two (scales.py), round to the format, and count the finite numbers that left the range;
 3. divide by the power.
 """
 
-import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
-from lowp.simulation.scales import aps_shift, carrier_of, fitting_shift, largest, power_of_two
+from lowp.simulation.scales import aps_shift, fitting_shift, power_of_two
 from lowp.tensor import node
-from lowp.tensor.carrier import CARRIERS, last_step
+from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import quantize_operation
 from lowp.tensor.dynamo import in_graph, is_exporting, let_dynamo_fall_back, teach_dynamo
+from lowp.tensor.fitting import carrier_of, largest
 from lowp.tensor.noise import KEY_SIZE, Domain, Noise, key_tensor
 from lowp.tensor.ops import quantize
+from lowp.tensor.overflow import overflows
 
 UNKNOWN = "the scale"  # followed by "of the weights of layer 'fc'"
 _ONE_KEY = 1 << 30  # elements
@@ -60,7 +61,7 @@ class Target:
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             teach_dynamo()
-        elif (self.seen is not None or self.overflows is not None) and torch._C._functorch.is_batchedtensor(x):
+        elif (self.seen is not None or self.overflows is not None) and compat.is_batchedtensor(x):
             raise ValueError("under vmap nothing can be remembered or counted: no delayed scale, and no count_overflow")
         if self.scale.startswith(UNKNOWN):
             raise ValueError(f"{self.scale} has not been calibrated: run the model, and backward, inside lowp.calibrate(model)")
@@ -160,12 +161,12 @@ def _round(
     fmt, noise = parse_format(format), Noise(*key[1:], domain=Domain(key[0])) if key else None
     if scale == "none":
         rounded = _round_as_it_is(x, fmt, rounding, noise, as_node)
-        return rounded, _overflows(x.detach(), rounded, fmt, saturates) if counts else None
+        return rounded, _overflow_count(x, rounded, fmt, saturates) if counts else None
     up, down = _powers(maximum, fmt, scale)
     scaled = x.detach().to(carrier_of(x).dtype) * up
     inside = torch.where(scaled.isinf(), scaled, scaled.clamp(-fmt.max, fmt.max)) if saturates else scaled
     rounded = _round_as_it_is(inside, fmt, rounding, noise, as_node)
-    return (rounded * down).to(x.dtype), _overflows(scaled, rounded, fmt, saturates) if counts else None
+    return (rounded * down).to(x.dtype), _overflow_count(scaled, rounded, fmt, saturates) if counts else None
 
 
 def _powers(maximum: Tensor | None, fmt: AnyFormat, scale: str) -> tuple[Tensor | float, Tensor | float]:
@@ -176,20 +177,8 @@ def _powers(maximum: Tensor | None, fmt: AnyFormat, scale: str) -> tuple[Tensor 
     return power_of_two(shift, carrier_of(maximum)), power_of_two(-shift, carrier_of(maximum))
 
 
-def _overflows(x: Tensor, rounded: Tensor, fmt: AnyFormat, saturates: bool) -> Tensor:
-    """How many finite numbers left the format's range when they were rounded."""
-    left = ~rounded.isfinite()
-    if (limit := _limit(fmt, saturates)) is not None:
-        left = left | (x.to(carrier_of(x).dtype).abs() >= limit)
-    return (left & x.isfinite()).sum()
-
-
-@cache
-def _limit(fmt: AnyFormat, saturates: bool) -> float | None:
-    """Where a format overflows that has no value for it: half a step beyond its largest. (Blocks have their scales.)"""
-    if isinstance(fmt, BlockFormat) or not (saturates or math.isfinite(fmt.overflow)):
-        return None
-    return fmt.max + last_step(fmt) / 2
+def _overflow_count(x: Tensor, rounded: Tensor, fmt: AnyFormat, saturates: bool) -> Tensor:
+    return overflows(x, fmt, None if saturates else rounded).sum()
 
 
 def _round_as_it_is(x: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | None, as_node: bool) -> Tensor:
@@ -208,7 +197,7 @@ def _round_as_it_is(x: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | Non
 
 @torch.library.custom_op("lowp::noise_key_at", mutates_args=())
 def _key_at(domain: int, step: Tensor, seed: int, stream: int, device: torch.device) -> Tensor:
-    """The key for a step that is a tensor, on the host: reading it there waits for nobody."""
+    """The key for a step that is a tensor, on the host: reading it there waits for no device."""
     return key_tensor(Noise(seed, int(step), stream, domain=Domain(domain)), 0, device)
 
 

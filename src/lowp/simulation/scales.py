@@ -22,95 +22,39 @@ NaN if it has that, else the largest value. Where there is no maximum to go by (
 `aps` does what the wire does with gradients: a tensor of zeros, or with a number that is not finite, stays as it is, and what
 lies below 2^-115 counts as that.
 
-The largest magnitude is found among the bits, as integers: no logarithm, no rounding, and nobody waits for the device.
 Exponents end at +-126 (float64: 1022), so that the power and its inverse are normal numbers.
 """
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowp.formats import AnyFormat
-from lowp.formats.block import MAX_BLOCK_SIZE
-from lowp.tensor.carrier import F32, F64, Carrier, exponent_below
-from lowp.tensor.dynamo import in_graph
-from lowp.tensor.fitting import fitting_exponent, fitting_exponents
+from lowp.tensor.carrier import F32, Carrier, exponent_below
+from lowp.tensor.fitting import carrier_of, fitting_exponent, fitting_exponents
+from lowp.tensor.scale import Scale, parse_scale
 
 KINDS = ("none", "tensor", "channel", "aps", "block:<n>", "delayed", "delayed:<n>", "calibrated")
-_HISTORY, _LONGEST_HISTORY = 16, 1024  # steps
 _APS_LOWEST = -115  # of the wire's exponents, which travel as bytes
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How the numbers of a role are brought into their format's range."""
-
-    kind: str
-    size: int = 0  # elements of a block, or steps of a history
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.size}" if self.size else self.kind
 
 
 NONE = Scale("none")
 
 
-def scale_of(text: "str | Scale") -> Scale:
+def simulated_scale(text: "str | Scale") -> Scale:
     """Parse one of `KINDS`."""
-    if isinstance(text, Scale):
-        return text
-    kind, colon, size = str(text).partition(":")
-    if not colon and kind in ("none", "tensor", "channel", "aps", "calibrated"):
-        return Scale(kind)
-    if not colon and kind == "delayed":
-        return Scale(kind, _HISTORY)
-    longest = {"block": MAX_BLOCK_SIZE, "delayed": _LONGEST_HISTORY}.get(kind, 0)
-    if size.isdigit() and 1 <= int(size) <= longest:
-        return Scale(kind, int(size))
-    if longest and colon:
-        raise ValueError(f"scale {text!r}: {kind}:<n> takes n from 1 to {longest}")
-    near = difflib.get_close_matches(str(text), KINDS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(KINDS)}"
-    raise ValueError(f"unknown scale {text!r}; {hint}")
+    return parse_scale(text, KINDS)
 
 
 def checked_scales(given: "str | Scale | Mapping[str, str | Scale]", roles: tuple[str, ...], where: str) -> dict[str, Scale]:
     """Scales by role, from one for all of them or a mapping."""
     if not isinstance(given, Mapping):
-        return dict.fromkeys(roles, scale_of(given))
+        return dict.fromkeys(roles, simulated_scale(given))
     for role in given:
         if role not in roles:
             raise ValueError(f"unknown role {role!r} in {where}; roles are {', '.join(roles)}")
-    return {role: scale_of(scale) for role, scale in given.items()}
-
-
-def carrier_of(x: Tensor) -> Carrier:
-    """Float32 or float64, which have the exponents that scaling needs."""
-    return F64 if x.dtype == torch.float64 else F32
-
-
-@in_graph
-def largest(x: Tensor, axis: int | None, finite: bool) -> Tensor:
-    """The largest magnitude in the tensor, or in each channel of dimension `axis`; of the `finite` numbers, or of all.
-
-    It has the carrier's dtype and broadcasts against x.
-    """
-    carrier = carrier_of(x)
-    wide = x.detach().to(carrier.dtype)
-    if x.numel() == 0:
-        return wide.new_zeros(())
-    magnitude = wide.view(carrier.storage) & carrier.magnitude
-    if finite:
-        magnitude = torch.where(magnitude < carrier.infinity, magnitude, torch.zeros_like(magnitude))
-    if axis is None or x.dim() == 0:
-        found = magnitude.amax()
-    else:  # in a tensor of one dimension each number is a channel of its own (and amax of no dimensions means all of them)
-        around = [dim for dim in range(x.dim()) if dim != axis % x.dim()]
-        found = magnitude.amax(around, keepdim=True) if around else magnitude
-    return found.view(carrier.dtype)
+    return {role: simulated_scale(scale) for role, scale in given.items()}
 
 
 def fitting_shift(maximum: Tensor, fmt: AnyFormat) -> Tensor:

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
+from lowp.compat import tree_map_only
 from lowp.formats import format as parse_format
 from lowp.simulation.frontier import Assignment, Point, SearchResult, Sensitivity
 from lowp.simulation.greedy import Choice, Measurements, descend, improve
 from lowp.simulation.layers import FormatName, checked_format, checked_roles
-from lowp.simulation.measuring import Place, call, measure, undisturbed
+from lowp.simulation.measuring import FormatSlot, call, measure, undisturbed
 from lowp.simulation.modules import is_simulated
 from lowp.simulation.policies.fixed import exactly
 from lowp.simulation.simulate import restore, simulate
@@ -91,7 +91,7 @@ def search(
         simulation = simulate(model, **settings)
         try:
             places = measure(model, lambda: judge(model, evaluation.batch(0)))
-            task = _Task(simulation, [place for place in places if place.role in roles], ladder, by, evaluation)
+            task = _FormatChoices(simulation, [place for place in places if place.role in roles], ladder, by, evaluation)
             chosen = _solve(task, reference, budget, tolerance, rounds)
         finally:
             restore(model)
@@ -149,11 +149,11 @@ class _Evaluation:
         return float(given)
 
 
-class _Task:
+class _FormatChoices:
     """Choices of formats for the units of a model, as greedy.py numbers them."""
 
     def __init__(
-        self, simulation: Simulation, places: Sequence[Place], ladder: Sequence[str], by: str, evaluation: _Evaluation
+        self, simulation: Simulation, places: Sequence[FormatSlot], ladder: Sequence[str], by: str, evaluation: _Evaluation
     ) -> None:
         self._simulation, self._evaluation = simulation, evaluation
         self.formats = tuple(reversed(ladder))  # widest first
@@ -200,14 +200,14 @@ class _Task:
         return SearchResult(self._point(chosen), points, tuple(sensitivity), reference, self._evaluation.count, settings)
 
 
-def _by_layer(places: Sequence[Place]) -> list[tuple[Place, ...]]:
-    units: dict[tuple[int, str], list[Place]] = {}
+def _by_layer(places: Sequence[FormatSlot]) -> list[tuple[FormatSlot, ...]]:
+    units: dict[tuple[int, str], list[FormatSlot]] = {}
     for place in places:
         units.setdefault((place.stage, place.role), []).append(place)
     return [tuple(unit) for unit in units.values()]
 
 
-def _solve(task: _Task, reference: float, budget: float | None, tolerance: float | None, rounds: int) -> Choice:
+def _solve(task: _FormatChoices, reference: float, budget: float | None, tolerance: float | None, rounds: int) -> Choice:
     """Measure, then pick the best of all that was measured."""
     measured = task.measured
     limit = math.inf if tolerance is None else reference + tolerance

@@ -1,22 +1,15 @@
-"""Which layers an entry of `layers=` is for. Its key is
-
-- a name, or a shell pattern for names: "blocks.0", "layer1.*";
-- the name of a class ("BatchNorm2d"), or a class, subclasses included: nn.Linear;
-- "first" or "last", of the layers that have a matrix of weights, in order of registration;
-- a predicate `(name, module) -> bool`, asked about every module;
-
-and means everything inside the modules that it matches. Keys are looked up once, when formats are set: what is kept are names.
+"""Which layers an entry of `layers=` is for. Its key is a pattern (names.py has the grammar), a class, subclasses included, or
+a predicate, which is asked about every module. Keys are looked up once, when formats are set: what is kept are names.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from lowp.simulation.layers import ROLES, SUMS, Layer, Rules, Selector, checked_roles
+from lowp.names import covers, matches_nothing, written
+from lowp.simulation.layers import ROLES, SUMS, Rules, Selector, SimulatedLayer, checked_roles
 from lowp.simulation.scales import Scale, checked_scales
 
 Modules = Callable[[], Mapping[str, nn.Module]]  # all modules of the model, by name
@@ -36,7 +29,7 @@ class Rule:
         return {"layers": sorted(self.layers), "formats": dict(self.formats), "scales": scales}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], layers: Sequence[Layer]) -> "Rule":
+    def from_state(cls, state: Mapping[str, Any], layers: Sequence[SimulatedLayer]) -> "Rule":
         unknown = set(state["layers"]) - {layer.name for layer in layers}
         if unknown:
             raise ValueError(f"the saved simulation has formats for {min(unknown)!r}, which this model does not have")
@@ -44,17 +37,16 @@ class Rule:
         return cls(frozenset(state["layers"]), formats, checked_scales(state["scales"], ROLES, "the saved simulation"))
 
 
-def selected(rules: Rules | None, layers: Sequence[Layer], modules: Modules) -> list[Rule]:
+def selected(rules: Rules | None, layers: Sequence[SimulatedLayer], modules: Modules) -> list[Rule]:
     """The entries of `layers=`, in order."""
     found = []
     for key, entry in (rules or {}).items():
-        written = _written(key)
         if not isinstance(entry, Mapping):
-            raise TypeError(f"layers[{written}] is a mapping of roles to formats, not {entry!r}")
+            raise TypeError(f"layers[{written(key)}] is a mapping of roles to formats, not {entry!r}")
         names = frozenset(layer.name for layer in _matching(key, layers, modules))
         if not names:
-            raise ValueError(f"layers: {written} matches nothing; {_nearest(key, layers)}")
-        where = f"layers[{written}]"
+            raise ValueError(f"layers: {matches_nothing(key, [layer.name for layer in layers])}")
+        where = f"layers[{written(key)}]"
         scales = checked_scales(entry["scale"], ROLES, f"{where}['scale']") if "scale" in entry else {}
         formats = checked_roles({role: name for role, name in entry.items() if role != "scale"}, where)
         if formats.get(SUMS) is not None and not any(SUMS in layer.roles for layer in layers if layer.name in names):
@@ -63,13 +55,13 @@ def selected(rules: Rules | None, layers: Sequence[Layer], modules: Modules) -> 
     return found
 
 
-def ends(layers: Sequence[Layer]) -> Rule:
+def ends(layers: Sequence[SimulatedLayer]) -> Rule:
     """The entry that leaves the first and the last layer with a matrix as they are."""
     with_matrix = [layer.name for layer in layers if layer.has_matrix]
     return Rule(frozenset({*with_matrix[:1], *with_matrix[-1:]}), dict.fromkeys((*ROLES, SUMS)), {})
 
 
-def _matching(key: Selector, layers: Sequence[Layer], modules: Modules) -> list[Layer]:
+def _matching(key: Selector, layers: Sequence[SimulatedLayer], modules: Modules) -> list[SimulatedLayer]:
     if isinstance(key, type):
         return [layer for layer in layers if any(issubclass(kind, key) for _, kind in layer.lineage)]
     if not isinstance(key, str):
@@ -85,14 +77,4 @@ def _matching(key: Selector, layers: Sequence[Layer], modules: Modules) -> list[
 
 
 def _is_called(name: str, kind: type, pattern: str) -> bool:
-    return fnmatchcase(name or kind.__name__, pattern) or kind.__name__ == pattern
-
-
-def _written(key: Selector) -> str:
-    return repr(key) if isinstance(key, str) else getattr(key, "__qualname__", repr(key))
-
-
-def _nearest(key: Selector, layers: Sequence[Layer]) -> str:
-    names = [layer.name for layer in layers]
-    near = difflib.get_close_matches(key, names, n=3, cutoff=0.5) if isinstance(key, str) else []
-    return f"there are {', '.join(near or [*names[:3], '...'][: len(names)])}"
+    return covers(pattern, name or kind.__name__) or kind.__name__ == pattern

@@ -29,13 +29,13 @@ from torch import nn
 
 from lowp.formats import Rounding
 from lowp.formats import format as parse_format
-from lowp.simulation.layers import ROLES, SUMS, ArithmeticName, FormatName, Layer, Rules, checked_format
+from lowp.simulation.layers import ROLES, SUMS, ArithmeticName, FormatName, Rules, SimulatedLayer, checked_format
 from lowp.simulation.modules import LAYER, check_can_revert, convert, is_simulated, parts, revert, sums_products
 from lowp.simulation.policies.policy import Policy
 from lowp.simulation.ranges import Ranges
-from lowp.simulation.scales import largest
 from lowp.simulation.simulation import ScaleNames, Simulation
 from lowp.simulation.special import channel_axis
+from lowp.tensor.fitting import largest
 from lowp.tensor.ops import quantize
 
 
@@ -145,19 +145,19 @@ def simulation_of(model: nn.Module) -> Simulation:
     raise ValueError(f"{type(model).__name__} is not simulated")
 
 
-def _root(model: nn.Module, module: nn.Module, layer: Layer) -> nn.Module:
+def _root(model: nn.Module, module: nn.Module, layer: SimulatedLayer) -> nn.Module:
     """The model that was simulated, of which this may be a part, or something around it."""
     path, _ = layer.lineage[0]
     return next((root for root in model.modules() if dict(root.named_modules()).get(path) is module), model)
 
 
-def _layers_of(model: nn.Module, simulation: Simulation) -> list[tuple[nn.Module, Layer | None, bool]]:
+def _layers_of(model: nn.Module, simulation: Simulation) -> list[tuple[nn.Module, SimulatedLayer | None, bool]]:
     """Every module, the layer that it is (None: it has no role), and whether its output is an activation."""
     kinds = {name: type(module) for name, module in model.named_modules()}
     holders = Counter(id(value) for module in model.modules() for value in module._parameters.values())
     owners: set[int] = set()
     numbers = count()
-    found: list[tuple[nn.Module, Layer | None, bool]] = []
+    found: list[tuple[nn.Module, SimulatedLayer | None, bool]] = []
     for name, module, rounds_output in parts(model):
         own = {key: value for key, value in module._parameters.items() if value is not None}
         layer = None
@@ -165,7 +165,7 @@ def _layers_of(model: nn.Module, simulation: Simulation) -> list[tuple[nn.Module
             owned = frozenset(key for key, value in own.items() if id(value) not in owners)
             owners.update(id(value) for value in own.values())
             sizes = {key: value.numel() for key, value in own.items()}
-            layer = Layer(
+            layer = SimulatedLayer(
                 name=name or type(module).__name__,
                 number=next(numbers),
                 lineage=_lineage(name, kinds),
@@ -207,7 +207,7 @@ def _roles(has_parameters: bool, owns_parameters: bool, rounds_output: bool, sum
     return frozenset(role for role, is_there in there.items() if is_there)
 
 
-def _check_weights_survive(module: nn.Module, layer: Layer) -> None:
+def _check_weights_survive(module: nn.Module, layer: SimulatedLayer) -> None:
     """A format whose numbers all lie above a layer's weights has no room for them, unless a scale brings them there."""
     plan, rounding = layer.plans["weights"], layer.simulation.roundings["weights"]
     if plan is None or plan.scale != "none" or rounding == "stochastic":

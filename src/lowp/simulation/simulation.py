@@ -14,8 +14,8 @@ from lowp.simulation.layers import (
     SUMS,
     ArithmeticName,
     FormatName,
-    Layer,
     Rules,
+    SimulatedLayer,
     checked_format,
     checked_roles,
     plan_of,
@@ -31,7 +31,7 @@ Overflowed = dict[str, set[str]]  # layers and their roles
 ScaleNames = str | Mapping[str, str]
 
 
-class Row(NamedTuple):
+class FormatRow(NamedTuple):
     """One line of `Simulation.formats()`."""
 
     layer: str
@@ -50,7 +50,7 @@ class _Keep:
 KEEP: Any = _Keep()
 
 
-class _Settings(NamedTuple):
+class _SimulationSettings(NamedTuple):
     """What was asked for, before it is worked out for each layer."""
 
     formats: Mapping[str, str | None]
@@ -58,6 +58,9 @@ class _Settings(NamedTuple):
     rules: Sequence[Rule]
     exempt_first_last: bool
     promoted: Mapping[str, str | None]
+
+
+_Settings = _SimulationSettings  # its name in models that were saved before
 
 
 class Simulation:
@@ -70,13 +73,13 @@ class Simulation:
 
     def __init__(self, model: nn.Module, roundings: Mapping[str, str], seed: int, count_overflow: bool) -> None:
         self.roundings, self.seed, self.count_overflow = dict(roundings), seed, count_overflow
-        self.layers: tuple[Layer, ...] = ()
+        self.layers: tuple[SimulatedLayer, ...] = ()
         self.ranges = Ranges(())
         self.calibrating = False
         self.computing = 0  # how many forward passes of torch's own modules are under way (see weights.py)
         self.hooks: Any = WeakTensorKeyDictionary()  # of the parameters that layers share: layer and handle
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
-        self._settings = _Settings(dict.fromkeys((*ROLES, SUMS)), dict.fromkeys(ROLES, NONE), (), False, {})
+        self._settings = _SimulationSettings(dict.fromkeys((*ROLES, SUMS)), dict.fromkeys(ROLES, NONE), (), False, {})
         self._step = self._rank = 0
         self._moment_tensor = torch.zeros((), dtype=torch.int64)
 
@@ -86,7 +89,7 @@ class Simulation:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, hooks=WeakTensorKeyDictionary(), _model=None)
 
-    def unhook(self, layers: Collection[Layer]) -> None:
+    def unhook(self, layers: Collection[SimulatedLayer]) -> None:
         """Round the gradients of parameters that these layers share no more: of those that they have, and of those they had."""
         for parameter, (layer, hook) in list(self.hooks.items()):
             if layer in layers:
@@ -169,7 +172,7 @@ class Simulation:
         promoted = {**self._settings.promoted, layer: checked_format(format, "every role")}
         self._apply(self._settings._replace(promoted=promoted))
 
-    def _apply(self, settings: _Settings) -> None:
+    def _apply(self, settings: _SimulationSettings) -> None:
         """Give every layer its formats and scales (layers.py has the order). All is checked before anything changes."""
         rules = [*settings.rules, *([ends(self.layers)] if settings.exempt_first_last else [])]
         found = []
@@ -190,9 +193,11 @@ class Simulation:
         self._settings = settings
         self.ranges.prepare()
 
-    def formats(self) -> list[Row]:
+    def formats(self) -> list[FormatRow]:
         """Layer, role, format and scale of every tensor that could be rounded; what is not says "fp32"."""
-        return [Row(layer.name, role, layer.formats[role] or OFF, str(layer.scales[role])) for layer, role in self._places()]
+        return [
+            FormatRow(layer.name, role, layer.formats[role] or OFF, str(layer.scales[role])) for layer, role in self._places()
+        ]
 
     def overflowed(self, agree: Callable[[Tensor], Tensor] | None = None) -> Overflowed:
         """Layers, and their roles, of which some finite number left the format's range since the last call.
@@ -209,7 +214,7 @@ class Simulation:
                 found.setdefault(layer.name, set()).add(role)
         return found
 
-    def _places(self) -> list[tuple[Layer, str]]:
+    def _places(self) -> list[tuple[SimulatedLayer, str]]:
         return [(layer, role) for layer in self.layers for role in layer.tensor_roles]
 
     def overflow_counts(self) -> Tensor:
@@ -249,7 +254,7 @@ class Simulation:
         if unknown:
             raise ValueError(f"the saved simulation promoted {min(unknown)!r}, which this model does not have")
         self._apply(
-            _Settings(
+            _SimulationSettings(
                 checked_roles(state["formats"], "the saved simulation"),
                 checked_scales(state["scales"], ROLES, "the saved simulation"),
                 [Rule.from_state(rule, self.layers) for rule in state["rules"]],

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd, _LPPoolNd
 
-_IMAGES = (_ConvNd, _AvgPoolNd, _AdaptiveAvgPoolNd, _LPPoolNd, _InstanceNorm)
+from lowp import compat
+
+_IMAGES = (compat.ConvNd, compat.AvgPoolNd, compat.AdaptiveAvgPoolNd, compat.LPPoolNd, compat.InstanceNormNd)
 
 
 def overrides(original: type[nn.Module]) -> dict[str, Any]:
@@ -58,4 +56,4 @@ def channel_axis(module: nn.Module) -> int | None:
         # Counted from the end, where the dimensions of images are: the batch may be left out.
         torch_own = next(base for base in type(module).__mro__ if base.__module__.startswith("torch.nn"))
         return -1 - int(torch_own.__name__[-2])  # of "Conv2d", say
-    return 1 if isinstance(module, (_BatchNorm, nn.GroupNorm)) else None
+    return 1 if isinstance(module, (compat.BatchNormNd, nn.GroupNorm)) else None

@@ -11,8 +11,9 @@ Comparing version counters at the next read was the other way. It finds the mist
 
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from lowp import compat
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 _WRITE = {"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)}
@@ -27,7 +28,7 @@ class RoundedWeight(Tensor):
             _refuse(name)
         if _holds_rounded(kwargs.get("out")):
             _refuse(f"{name}(out=...)")
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             result = func(*args, **kwargs)
         return _guarded_views(result, args)
 
@@ -40,7 +41,7 @@ class RoundedWeight(Tensor):
 
 def guarded(weight: Tensor) -> Tensor:
     """The same numbers, which refuse to be written to. Tensors with ways of their own (fake, functional) stay what they are."""
-    if type(weight) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(weight):
+    if type(weight) is not Tensor or compat.is_functorch_wrapped_tensor(weight):
         return weight
     return weight.as_subclass(RoundedWeight)
 

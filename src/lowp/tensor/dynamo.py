@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lowp.compat import constant_for_dynamo, let_dynamo_break_graphs
+
 _in_graph: list[Callable[..., Any]] = []
 
 
@@ -33,8 +35,7 @@ def let_dynamo_fall_back() -> bool:
     Dynamo breaks the graph there; but not in a graph with functions that a user put into it, since they may be the reason.
     Ours never are.
     """
-    tracer = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-    tracer.output.has_user_defined_allowed_in_graph = False
+    let_dynamo_break_graphs()
     return True
 
 
@@ -44,4 +45,4 @@ def is_exporting() -> bool:
 
 
 for _function in (teach_dynamo, let_dynamo_fall_back, is_exporting):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what assume_constant_result sets
+    constant_for_dynamo(_function)

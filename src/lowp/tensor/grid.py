@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lowp.compat import becomes_graph
 from lowp.formats.base import Rounding
 from lowp.formats.fixed import FixedFormat
 from lowp.formats.floats import FloatFormat
@@ -389,7 +390,7 @@ def bits_of_integer(number: Tensor, width: int, carrier: Carrier) -> Tensor:
     Kernels convert, in registers. Plain operations stay in integers: what they make is a tensor, and 16-bit numbers must not
     become wide floats. They count the bits of small integers, and halve the range of others.
     """
-    if becomes_kernel():
+    if becomes_graph():
         if carrier is F64:
             return number.to(torch.float64).view(torch.int64)
         assert width <= 24
@@ -414,14 +415,6 @@ def normalized(number: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return number, total
 
 
-_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
-
-
-def becomes_kernel() -> bool:
-    """Is what runs now being recorded by a compiler, ours or the user's? It keeps in registers what tensors are here."""
-    return any(torch._C._get_dispatch_mode(tracer) is not None for tracer in _TRACERS)
-
-
 def floats_pay(numbers: Tensor) -> bool:
     """In kernels on a GPU; as plain operations they would be float32 tensors."""
-    return numbers.device.type == "cuda" and becomes_kernel()
+    return numbers.device.type == "cuda" and becomes_graph()

@@ -12,12 +12,12 @@ All reach into torch's insides. Where these are not as expected, things go on wi
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from lowp import compat
 from lowp.tensor.pointwise import lowered, pointwise
 
 _told = False
@@ -26,23 +26,20 @@ _told = False
 def tell_inductor() -> None:
     """Called while a graph is traced. If inductor is to compile it, its modules are there."""
     global _told
-    if _told or "torch._inductor.lowering" not in sys.modules:
+    if _told or not compat.inductor_is_used():
         return
     _told = True
     try:
-        from torch._functorch import partitioners
-        from torch._inductor.lowering import register_lowering
-
-        register_lowering(torch.ops.lowp.round.default, type_promotion_kind=None)(_lowered)
-        partitioners.pointwise_ops().append(torch.ops.lowp.round)  # to its cached result
+        register = compat.inductor().register_lowering
+        register(torch.ops.lowp.round.default, type_promotion_kind=None)(_lowered)
+        compat.inductor().cheap_operations().append(torch.ops.lowp.round)  # to its cached result
     except (ImportError, AttributeError, TypeError):
         return
 
 
 def _lowered(x: Any, format: str, rounding: str, version: str = "") -> Any:
     """`round` as inductor writes it down. What it cannot be told is left to the operator."""
-    from torch._inductor.lowering import fallback_handler
-
+    fallback_handler = compat.inductor().fallback_handler
     try:
         result = _called(x, format, rounding) if x.get_device().type == "cpu" else _fused(x, format, rounding)
     except (ImportError, AttributeError, TypeError):  # another inductor than those we know
@@ -59,10 +56,8 @@ def _fused(x: Any, format: str, rounding: str) -> Any:
 
 def _called(x: Any, format: str, rounding: str) -> Any:
     """`round_into`, into memory laid out like x's; None if that has gaps, or if what is written is not Python."""
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    if V.graph.cpp_wrapper:
+    ir = compat.inductor().ir
+    if compat.inductor().virtual.graph.cpp_wrapper:
         return None
     x: Any = ir.ExternKernel.realize_input(x)
     ir.as_storage_and_layout(x, freeze=True)
@@ -83,9 +78,7 @@ def _called(x: Any, format: str, rounding: str) -> Any:
 
 def _is_dense(size: Sequence[Any], stride: Sequence[Any]) -> bool:
     """Do the elements fill their memory, in whatever order of dimensions? (Sizes may be expressions.)"""
-    from torch._inductor.virtualized import V
-
-    sizes = V.graph.sizevars
+    sizes = compat.inductor().virtual.graph.sizevars
     dimensions = [pair for pair in zip(stride, size, strict=True) if not sizes.statically_known_equals(pair[1], 1)]
     dimensions.sort(key=lambda pair: sizes.optimization_hint(pair[0]))
     return all(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.formats import AnyFormat, BlockFormat, Rounding
 from lowp.formats import format as parse_format
 from lowp.tensor import block, kernels
@@ -212,11 +213,11 @@ def _refuse_nan(x: Tensor, fmt: AnyFormat, infinities: bool = False) -> None:
     message = f"x holds NaN{' or an infinity' if infinities else ''} and {fmt} has none; say nan='zero' or nan='saturate'"
     if x.numel() == 0 or x.is_meta:
         return
-    if type(x) in (Tensor, torch.nn.Parameter) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if type(x) in (Tensor, torch.nn.Parameter) and compat.is_functorch_wrapped_tensor(x):
         raise ValueError(f"inside torch.func transforms NaN cannot be looked for; {fmt} has none: say nan='zero' or 'saturate'")
     bad = ~x.detach().abs().amax().isfinite() if infinities else x.detach().amax().isnan()
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
-        torch._assert_async(~bad, message)
+        compat.assert_async(~bad, message)
     elif bool(bad):
         raise ValueError(message)
 
@@ -233,8 +234,8 @@ def _someone_else_in_charge(x: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or type(x) not in (Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        or compat.dispatch_mode_count() > 0
+        or compat.is_functorch_wrapped_tensor(x)
         or x.device.type not in ("cpu", "cuda")
     )
 
@@ -273,7 +274,7 @@ def _writes_in_place(x: Tensor, out: Tensor) -> bool:
     if out.stride() != x.stride() or type(out) is not Tensor or out.is_neg():
         return False
     same = out.data_ptr() == x.data_ptr() and out.dtype == x.dtype
-    return same or not torch._C._overlaps(x, out)
+    return same or not compat.overlaps(x, out)
 
 
 @in_graph
@@ -296,11 +297,9 @@ def _name(format: str | AnyFormat) -> str:
     return format if isinstance(format, str) else _text(format)
 
 
+@compat.constant_for_dynamo
 def _text(format: AnyFormat) -> str:
     return str(format)
-
-
-_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see dynamo.py
 
 
 def _seed_parts(seed: Seed | None) -> tuple:

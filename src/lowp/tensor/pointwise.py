@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.formats import BlockFormat
 from lowp.formats import format as parse_format
 from lowp.tensor.carrier import CARRIERS, grid_fits
@@ -36,8 +37,7 @@ def pointwise(format: str, rounding: str, dtype: torch.dtype) -> Quantize | None
 
 def lowered(x: Any, operation: Quantize) -> Any:
     """Inductor's picture of the rounded tensor, from that of the tensor; for operations without tables."""
-    from torch._inductor import ir
-
+    ir = compat.inductor().ir
     if type(x.data) is ir.View:  # Rounded in the shape that it was computed in: places there are simpler to compute.
         inside = lowered(ir.TensorBox(x.data.data), operation)
         return ir.TensorBox(dataclasses.replace(x.data, data=inside.data))
@@ -52,8 +52,7 @@ def lowered(x: Any, operation: Quantize) -> Any:
 
 
 def _by_assembly(operation: Quantize) -> Callable[[Any], Any]:
-    from torch._inductor.virtualized import ops
-
+    ops = compat.inductor().ops
     dtype, storage, text = operation.dtype, operation.own.storage, _assembly(operation)
 
     def stored(number: Any) -> Any:
@@ -77,8 +76,7 @@ def _assembly(operation: Quantize) -> str:
 
 
 def _one_by_one(operation: Quantize) -> Callable[[Any], Any]:
-    from torch._inductor.virtualized import ops
-
+    ops = compat.inductor().ops
     program, dtype, storage = _program(operation), operation.dtype, operation.own.storage
 
     def rounded(number: Any) -> Any:
@@ -111,7 +109,7 @@ _OPERATIONS = {
 
 def _computed(s: Statement, known: dict[str, Any]) -> Any:
     """A statement, carried out by inductor."""
-    from torch._inductor.virtualized import ops
+    ops = compat.inductor().ops
 
     def value(argument: Any, dtype: torch.dtype) -> Any:
         if not isinstance(argument, Value):

@@ -1,12 +1,12 @@
 """The process that starts ranks on this machine and watches them: torch's elastic agent, without its network.
 
 torchrun's agents find each other through a store that listens on every interface and that holds pickles: whoever can reach the
-port can run code in the launcher. On one machine there is one agent and nobody to find. Its own store stays in memory
-(`Alone`), and ranks meet in a file of a folder that only this user can open (rendezvous.py). Nothing listens here, nothing is
-unpickled.
+port can run code in the launcher. On one machine there is one agent and no other to find. Its own store stays in memory
+(`SingleAgentRendezvous`), and ranks meet in a file of a folder that only this user can open (rendezvous.py). Nothing listens
+here, nothing is unpickled.
 
 Signals are only noted when they arrive, and acted on between two looks at the ranks (`_monitor_workers`). An exception in the
-middle of starting a process would leave a rank that nobody knows.
+middle of starting a process would leave a rank running that is not in any list.
 """
 
 import os
@@ -37,7 +37,7 @@ app(prog_name="lowp")
 """
 
 
-class Alone(RendezvousHandler):
+class SingleAgentRendezvous(RendezvousHandler):
     """The rendezvous of a single agent: it is rank 0 of 1, at once, with a store in its own memory."""
 
     def __init__(self, run_id: str) -> None:

@@ -7,7 +7,6 @@ Nothing is checked twice: where a part of lowp refuses something by itself (an o
 asked here with as little as it takes, and its answer gets the key's path.
 """
 
-import difflib
 import math
 from itertools import pairwise
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowp.names import did_you_mean, matches_nothing
 from lowp.simulation import restore, simulate
 from lowp.train.check_precision import check_precision
 from lowp.train.data import SET_NAMES
@@ -57,8 +57,7 @@ def check_model(recipe: Recipe, model: nn.Module) -> None:
     names = list(all_names(model))
     for pattern in wire_settings(recipe, 1).unmatched(names):
         path = ("wire", "layers", pattern) if pattern in recipe.wire.layers else ("wire", "skip")
-        near = difflib.get_close_matches(pattern, names, n=3) or [*names[:3], "..."]
-        raise RecipeError(f"{written(path)}: no parameter is called like {pattern!r}; there are {', '.join(near)}")
+        raise RecipeError(f"{written(path)}: {matches_nothing(pattern, names)}")
     if layers := layer_rules(recipe.precision):
         with about("precision"):
             simulate(model, layers=layers)
@@ -178,9 +177,8 @@ def _check_torch_optimizer(recipe: Recipe) -> None:
     }
     kinds -= {"Optimizer", "LBFGS", "SparseAdam"}  # abstract, needs a closure, needs sparse gradients
     if name not in kinds:
-        by_lower_case = {kind.lower(): kind for kind in sorted(kinds)}
-        near = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
-        hint = f"did you mean torch:{by_lower_case[near[0]]}?" if near else f"there are {', '.join(sorted(kinds))}"
+        known = [f"torch:{kind}" for kind in sorted(kinds)]
+        hint = did_you_mean(recipe.optimizer.name, known, f"there are {', '.join(known)}", likely=0.8)  # all have the prefix
         raise RecipeError(f"optimizer.name: torch.optim has no optimizer {name!r} that can be used here; {hint}")
     precision = recipe.precision
     for key, value in (("state", precision.state), ("update", precision.update if not precision.master else "")):

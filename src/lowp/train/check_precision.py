@@ -11,7 +11,7 @@ from lowp.optim.loss_scale import LossScale
 from lowp.simulation.layers import checked_format
 from lowp.simulation.master import checked_master
 from lowp.simulation.policies import GradientDiversity
-from lowp.simulation.scales import scale_of
+from lowp.simulation.scales import simulated_scale
 from lowp.tensor.matmul import Arithmetic
 from lowp.train.keys import Path, written
 from lowp.train.mistakes import RecipeError, about, nearest
@@ -87,7 +87,7 @@ def _check_scales(precision: Precision) -> None:
     ]
     for path, text in (*_by_role("scale", precision.scale), *of_layers):
         with about(*path):
-            if scale_of(text).kind == "calibrated":
+            if simulated_scale(text).kind == "calibrated":
                 raise ValueError("'calibrated' wants a pass over data before the run; 'delayed' learns from the steps before")
 
 
@@ -217,7 +217,7 @@ def _check_promote(precision: Precision) -> None:
         raise RecipeError(f"precision.promote: needs weights in float32, and precision.weights stores {precision.weights}")
     given = precision.scale
     scales = dict.fromkeys(ROLES, "none") | given if isinstance(given, dict) else dict.fromkeys(ROLES, given)
-    if not any(scale_of(text).kind in _OVERFLOWING for text in scales.values()):
+    if not any(simulated_scale(text).kind in _OVERFLOWING for text in scales.values()):
         raise RecipeError(f"precision.promote: nothing overflows with precision.scale = {given!r}")
     if switch is not None and parse_format(promote.to).bits < parse_format(switch.ladder[-1]).bits:
         raise RecipeError(

@@ -78,14 +78,14 @@ def launch(command: Sequence[str], ranks: int, threads: int, max_restarts: int) 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from lowp.train.agent import FIRST, Agent, Alone
+    from lowp.train.agent import FIRST, Agent, SingleAgentRendezvous
 
     folder = tempfile.TemporaryDirectory(prefix="lowp-ranks-")
     with folder as path, _environment(_of_ranks(path, ranks, threads)), _silent("torch.distributed.elastic"):
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
-            rdzv_handler=Alone(uuid.uuid4().hex),
+            rdzv_handler=SingleAgentRendezvous(uuid.uuid4().hex),
             entrypoint=sys.executable,
             args=("-c", FIRST, *command),
             max_restarts=max_restarts,

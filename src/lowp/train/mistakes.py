@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
+from lowp.names import did_you_mean, question
 from lowp.train.keys import Path, all_keys, choices, kind_at, kind_inside, section_of, written
 from lowp.train.recipe import Recipe, Section
 
@@ -64,8 +65,7 @@ def explain(error: ValidationError, source: str) -> RecipeError:
 
 def nearest(word: str, known: Iterable[str], likely: float = _LIKELY) -> str:
     """`; did you mean 'poly'?`, or nothing where no word is near."""
-    near = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=likely)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"; {hint}" if (hint := did_you_mean(word, known, likely=likely)) else ""
 
 
 def _root(title: str) -> tuple[type[Section], Path]:
@@ -114,7 +114,7 @@ def _sentence(path: Path, details: list[dict[str, Any]]) -> str:
     if not wanted or "pattern" in context:
         return f"{_shown(given)}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
     section = section_of(kind_at(path))
-    hint = f"; did you mean {written(path)}.name?" if section is not None and "name" in section.model_fields else ""
+    hint = f"; {question([f'{written(path)}.name'])}" if section is not None and "name" in section.model_fields else ""
     return f"{_shown(given)} is not {' or '.join(wanted)}{hint}"
 
 
@@ -150,7 +150,7 @@ def _nearest_key(path: Path, table: bool) -> str:
     scores = {key: score for key, score in scores.items() if table or section_of(kind_at(key)) is None}
     best = max(scores.values())
     if best >= _LIKELY + _NEAR:
-        return "; did you mean " + " or ".join([written(key) for key, score in scores.items() if score == best][:3]) + "?"
+        return "; " + question([written(key) for key, score in scores.items() if score == best][:3])
     return f"; there are {', '.join(str(key[-1]) for key in own)}" if 0 < len(own) <= _MANY else ""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowp import compat
 from lowp.simulation import simulate
 from lowp.simulation.layers import Rules
 from lowp.simulation.policies import GradientDiversity, OnOverflow, Schedule
@@ -173,7 +174,7 @@ class Numerics:
         if not divided and type(optimizer).__module__.startswith("lowp."):
             return
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None and p.grad.numel()}
-        finite = torch.stack(torch._foreach_norm(list(gradients.values()), torch.inf)).isfinite().tolist()
+        finite = torch.stack(compat.foreach_norm(list(gradients.values()), torch.inf)).isfinite().tolist()
         bad = [name for name, good in zip(gradients, finite, strict=True) if not good]
         if divided and float(self._world.sum(torch.tensor([float(bool(bad))]))) and not bad:
             bad = ["a layer of another rank"]

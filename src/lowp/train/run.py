@@ -71,7 +71,7 @@ def run(
             if not asked:
                 recipe = _with_recorded_threads(recipe, world, directory)
             try:
-                return _Run(recipe, world, directory, data, quiet, stack).train()
+                return _TrainingRun(recipe, world, directory, data, quiet, stack).train()
             except Exception as error:
                 if directory is not None and not isinstance(error, Diverged):
                     directory.set_status(state="failed", message=f"{type(error).__name__}: {error}")
@@ -128,7 +128,7 @@ def _directory(world: World, recipe: Recipe, out: Path, resume: bool) -> RunDire
     return directory
 
 
-class _Run:
+class _TrainingRun:
     def __init__(
         self, recipe: Recipe, world: World, directory: RunDirectory | None, data: Path | None, quiet: bool, stack: ExitStack
     ) -> None:

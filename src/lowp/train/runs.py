@@ -13,10 +13,10 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lowp.names import did_you_mean
 from lowp.train.rundir import ENVIRONMENT, LOCK, RECIPE, STATUS
 from lowp.train.units import share_of_fp32
 
@@ -104,9 +104,9 @@ def find_run(name: str, root: Path) -> Path:
     names = [path.name for path in runs_under(root)]
     if not names:
         raise ValueError(f"unknown run {name!r}: it is no run's directory, and there are no runs under {root}")
-    near = get_close_matches(Path(name).name, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"the runs under {root} are {_some(names)}"
-    raise ValueError(f"unknown run {name!r}; {hint}")
+    raise ValueError(
+        f"unknown run {name!r}; {did_you_mean(Path(name).name, names, f'the runs under {root} are {_some(names)}')}"
+    )
 
 
 def flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:

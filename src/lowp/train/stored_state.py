@@ -39,7 +39,7 @@ def to_bytes(state: State) -> tuple[bytes, bytes]:
     """The structure as JSON (ASCII), and the tensors as a safetensors file."""
     from safetensors.torch import save
 
-    writer = _Writer()
+    writer = _StateWriter()
     text = json.dumps(writer.encoded(state, ()), allow_nan=False)
     return text.encode("ascii"), save(writer.tensors)
 
@@ -75,7 +75,7 @@ def unpack(packed: bytes) -> State:
     return from_bytes(packed[_LENGTH.size : end], packed[end:])
 
 
-class _Writer:
+class _StateWriter:
     """Turns a state into what JSON can hold, and collects the tensors that it meets on the way."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ _EXAMPLES: dict[Path, Any] = {  # of what has a header of its own, and is empty 
 
 def to_toml(recipe: Recipe, comments: bool = True) -> str:
     """The whole recipe; `read_recipe` of a file with this text gives an equal one."""
-    return "\n".join(_Writer(comments).document(recipe)) + "\n"
+    return "\n".join(_TomlWriter(comments).document(recipe)) + "\n"
 
 
 def plain(value: Any, path: Path = ()) -> Any:
@@ -70,7 +70,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-class _Writer:
+class _TomlWriter:
     def __init__(self, comments: bool) -> None:
         self._comments = comments
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.optim.loss_scale import LossScale
 from lowp.train.check import check_model
 from lowp.train.data import open_data
@@ -222,7 +223,7 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         if self._buffers:
-            torch._foreach_copy_(self._buffers_before, self._buffers)
+            compat.foreach_copy_(self._buffers_before, self._buffers)
         try:
             self.exchange.reduce(self._gradients)
             if self.loss_scale is None:
@@ -243,7 +244,7 @@ class Trainer:
         """Back to before the step, whose gradients were not finite. (The optimizer has changed nothing.)"""
         self.exchange.undo()
         if self._buffers:
-            torch._foreach_copy_(self._buffers, self._buffers_before)
+            compat.foreach_copy_(self._buffers, self._buffers_before)
         self._batches = None
         self._forget_sums()
 

@@ -1,13 +1,17 @@
-"""Runs the generators of many chunks at once, on one thread.
+"""Runs the generators of several chunks at once, on one thread.
 
-A chunk's generator stops wherever it waits for messages. While it does, the next chunks encode and send theirs: the link and
-the processor are both busy.
+A chunk's generator yields where it waits for messages. Meanwhile other chunks encode and send: the link and the processor are
+busy at the same time.
 
-One thread can wait for one thing at a time, and gloo does not say whether a message has come. So ranks must wait in an order in
-which nobody waits for somebody who waits for him, although buckets become ready at different times. Every wait has a date, the
-same on all ranks: chunk k's first is k, its last k + 1.5, those between spread evenly; where ranks take different numbers of
-steps, all of them are k. The earliest comes first. What a rank waits for at some date was sent by others after waits of earlier
-dates only; and with two chunks or more under way, chunk k begins as soon as chunk k - 2 is done, which is before k.
+The thread blocks in one wait at a time, because gloo cannot be asked whether a message has arrived. Two ranks that wait for
+each other would deadlock, and buckets become ready at different times on different ranks. So all ranks have one order of waits:
+
+1. Every wait has a date, which is the same on all ranks. Chunk k has its first wait at date k, its last at k + 1.5, and the
+   others at equal distances between. Where ranks wait different numbers of times in a chunk, all dates are k.
+2. A rank takes the wait of the earliest date first.
+
+There is no cycle: a message that a rank waits for at some date was sent by another rank after waits of earlier dates only. With
+at least two chunks at once, chunk k starts when chunk k - 2 is done, which is before date k.
 """
 
 import heapq
@@ -43,7 +47,7 @@ class Task:
 
 
 class ChunkScheduler:
-    """In the order of their numbers, up to `depth` at once."""
+    """Runs tasks in the order of their numbers, up to `depth` at once."""
 
     def __init__(self, depth: int = DEPTH) -> None:
         self._depth = depth
@@ -60,7 +64,7 @@ class ChunkScheduler:
         return not self._ready and not self._under_way
 
     def turn(self) -> None:
-        """Start a task if there is room, else bring the one of the earliest date a step further."""
+        """Start a task if fewer than `depth` run, else advance the one with the earliest date."""
         if self._ready and len(self._under_way) < self._depth:
             self._advance(heapq.heappop(self._ready))
         elif self._under_way:

@@ -16,7 +16,7 @@ from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions.base import Reduction
-from lowp.wire.report import Meter, Report, ring_bytes
+from lowp.wire.report import Meter, WireReport, ring_bytes
 from lowp.wire.scaling import NONFINITE, warn_of_headroom
 from lowp.wire.settings import Settings
 from lowp.wire.warm_up import warm_up
@@ -35,7 +35,7 @@ def all_reduce(
     group: Any = None,
     step: int = 0,
     **settings: Any,
-) -> Report:
+) -> WireReport:
     """Replace `tensor` by its sum (or mean) over the ranks, sent in `format`. All ranks get the same bits.
 
     Args:
@@ -96,8 +96,10 @@ def _agree_once(communicator: Communicator, said: str) -> None:
         known.add(said)
 
 
-def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, communicator: Communicator, step: int) -> Report:
-    layer = Layer("tensor", tensor.numel(), settings.codec(["tensor"], 1, False, step), 0)
+def _reduce(
+    tensor: Tensor, settings: Settings, reduction: Reduction, op: str, communicator: Communicator, step: int
+) -> WireReport:
+    layer = Layer("tensor", tensor.numel(), settings.codec(["tensor"], 1, (), step), 0)
     if tensor.numel() >= SMALL:
         warm_up({layer.codec}, tensor.device)
     flat = tensor.detach().contiguous().view(-1)
@@ -123,9 +125,9 @@ def _reduce(tensor: Tensor, settings: Settings, reduction: Reduction, op: str, c
     return meter.finish()
 
 
-def _uncompressed(tensor: Tensor, op: str, communicator: Communicator) -> Report:
+def _uncompressed(tensor: Tensor, op: str, communicator: Communicator) -> WireReport:
     dist.all_reduce(tensor, group=communicator.parent)
     if op == "mean":
         tensor.div_(communicator.world)
     sent = int(ring_bytes(tensor.numel() * tensor.element_size(), communicator.world))
-    return Report(steps=1, elements=tensor.numel(), bytes_sent=sent, bytes_of_fp32=sent, notes=["uncompressed"])
+    return WireReport(steps=1, elements=tensor.numel(), bytes_sent=sent, bytes_of_fp32=sent, notes=["uncompressed"])

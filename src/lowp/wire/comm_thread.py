@@ -1,24 +1,23 @@
-"""The thread that carries gradients, so that backward can go on computing.
+"""The thread that reduces gradients while backward goes on computing.
 
-One thread, one queue, buckets in order. (A second collective started from a future's callback hangs or mismatches on gloo as
-soon as there are several buckets.) On CUDA there is no thread: nothing here waits for the device, and a side stream keeps the
-order.
+One thread takes buckets from one queue, in order. (A second collective that is started from a future's callback hangs or
+mismatches on gloo as soon as there are several buckets.) On CUDA there is no thread: the host does not wait for the device, and
+a side stream keeps the order.
 
-Whoever watches the operations of the thread that sends a bucket (`lowp.audit`, say) also sees what is done to it here: the
-sender's dispatch modes travel with the bucket.
+A dispatch mode of the thread that sends a bucket (that of `lowp.audit`, say) is entered here too while the bucket is reduced.
 """
 
 import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from lowp import compat
+from lowp.compat import TorchDispatchMode
 from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import BucketExchange
@@ -28,7 +27,7 @@ from lowp.wire.report import Meter
 
 @dataclass
 class PendingBucket:
-    """A bucket to carry. `arrived` is called when it is done, or has failed. `modes` are the sender's, noted by `send`."""
+    """A bucket to reduce. `arrived` is called when it is done, or has failed. `modes` are the sender's, noted by `send`."""
 
     exchange: BucketExchange
     meter: Meter
@@ -38,7 +37,7 @@ class PendingBucket:
 
 
 class CommThread:
-    """Carries buckets one after the other. After a failure `error` says what happened, and nothing is carried any more."""
+    """Reduces buckets one after the other. After a failure `error` says what happened, and no bucket is reduced any more."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator = communicator
@@ -96,22 +95,22 @@ class CommThread:
                 return
 
     def _turn(self, scheduler: ChunkScheduler) -> None:
-        """A turn of the scheduler, seen by whoever watches one of the open buckets: it may advance any of them."""
+        """A turn of the scheduler, in the dispatch modes of all open buckets: it may advance any of them."""
         modes = dict.fromkeys(mode for bucket in self._open for mode in bucket.modes)
         if modes:
-            with _inside(modes):
+            with compat.in_dispatch_modes(modes):
                 scheduler.turn()
         else:
             scheduler.turn()
 
     def _hand_over(self) -> None:
-        """Tell whom it concerns that a bucket has arrived."""
+        """Call `arrived` of the buckets that are complete."""
         for bucket in [bucket for bucket in self._open if bucket.exchange.complete]:
             self._open.remove(bucket)
             bucket.arrived()
 
     def _fail(self, error: Exception, name: str, scheduler: ChunkScheduler) -> None:
-        """Nobody waits for ever: everything that was on its way arrives, and the step raises the error.
+        """Call `arrived` of every bucket, so that no one waits for ever. The step raises the error.
 
         That is a CollectiveError, unless it was this rank's own work that failed: then the user sees the error itself.
         """
@@ -139,7 +138,7 @@ class CommThread:
                 bucket.arrived()
 
     def close(self) -> None:
-        """Finish what is on its way and end the thread."""
+        """Finish the buckets that were sent, and end the thread."""
         if self._thread is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._queue.put(None)
             self._thread.join(timeout=self._communicator.timeout.total_seconds() + 10)
@@ -153,23 +152,7 @@ class CommThread:
 
 def _watching_modes() -> tuple[TorchDispatchMode, ...]:
     """The dispatch modes of this thread, outermost first, without those that a compiler works in (fake tensors, say)."""
-    return tuple(mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode())
-
-
-@contextmanager
-def _inside(modes: Collection[TorchDispatchMode]) -> Iterator[None]:
-    """Enter modes on this thread alone.
-
-    `with mode:` would also set torch's flag "in a mode", which all threads share; where the sender leaves before us, we would
-    set it again on our way out, for ever, and torch.compile would not compile any more.
-    """
-    for mode in modes:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            _pop_mode()
+    return tuple(mode for mode in compat.dispatch_modes() if not mode.is_infra_mode())
 
 
 _open_threads: "weakref.WeakSet[CommThread]" = weakref.WeakSet()

@@ -1,12 +1,12 @@
 """A rank's own process group for compressed gradients, and the check that all ranks mean the same."""
 
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from lowp import compat
 from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.faults import explain, poison
 from lowp.wire.link import GroupLink
@@ -24,7 +24,7 @@ class Communicator:
 
     def __init__(self, parent: Any, device: torch.device) -> None:
         self.parent = dist.group.WORLD if parent is None else parent
-        self.timeout = _timeout_of(self.parent, device)
+        self.timeout = compat.timeout_of(self.parent, device)
         ranks = dist.get_process_group_ranks(self.parent)
         backend = "nccl" if device.type == "cuda" else "gloo"
         idle = _idle.setdefault(dist.group.WORLD, {}).setdefault((*ranks, backend, self.timeout), [])
@@ -70,10 +70,6 @@ class Communicator:
         poison(group)
         if dist.is_initialized():
             dist.destroy_process_group(group)
-
-
-def _timeout_of(group: Any, device: torch.device) -> timedelta:
-    return group._get_backend(device).options._timeout
 
 
 def agree(parent: Any, mine: str, what: str) -> None:

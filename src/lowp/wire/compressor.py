@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowp.names import matches_nothing
 from lowp.version import __version__
 from lowp.wire.auto import best_for, choose
 from lowp.wire.codec import Codec
@@ -16,7 +17,7 @@ from lowp.wire.communicator import Communicator, agree
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.reductions.base import Reduction
-from lowp.wire.report import ONE_IN, Meter, Report, ring_bytes
+from lowp.wire.report import ONE_IN, Meter, WireReport, ring_bytes
 from lowp.wire.scaling import NONFINITE, warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.state import Owner
@@ -54,8 +55,8 @@ class Compressor:
         self._shapes = shapes
         self._parameters = Parameters(shapes, settings, names)
         self.settings = settings
-        if unmatched := settings.unmatched(shapes if names is None else names):
-            raise ValueError(f"no parameter is called like {', '.join(map(repr, unmatched))}; there are {_some(shapes)}")
+        for pattern in settings.unmatched(shapes if names is None else names):
+            raise ValueError(f"skip or layers: {matches_nothing(pattern, shapes if names is None else names)}")
         self.state = State()
         self._device = device
         world = dist.get_world_size(group)
@@ -75,10 +76,10 @@ class Compressor:
         self._comm_thread = CommThread(self._communicator, device)
         self._meter = self._new_meter()
         self._meters: list[Meter] = []
-        self._total = Report()
+        self._total = WireReport()
         if self._reduction is None:
             self._total.notes.append("not compressed: reduction='auto' found fp32 as fast on this link")
-        self._last_step = Report()
+        self._last_step = WireReport()
         self._marks: list[tuple[tuple[str, ...], Callable[[], Tensor]]] = []
         self._buckets: list[tuple[str, ...]] = []
         self._layouts: list[tuple[int, list[tuple[str, ...]]]] = []  # buckets, and from which step on they were these
@@ -200,12 +201,12 @@ class Compressor:
             self._total.add(self._last_step)
         self._meters.clear()
 
-    def report(self) -> Report:
+    def report(self) -> WireReport:
         """The last step's figures."""
         self._collect()
         return self._last_step
 
-    def total(self) -> Report:
+    def total(self) -> WireReport:
         """The figures of all steps so far."""
         self._collect()
         return self._total
@@ -295,8 +296,3 @@ def _kind(value: Any) -> str:
 def _digest(shapes: Mapping[str, torch.Size]) -> str:
     text = ";".join(f"{name}{tuple(shape)}" for name, shape in shapes.items())
     return f"{len(shapes)}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")

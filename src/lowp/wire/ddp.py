@@ -1,7 +1,7 @@
 """One line for DistributedDataParallel: `lowp.compress_gradients(ddp, "e5m2", scale="aps")`.
 
-DDP calls the hook for every bucket while backward is still computing; the thread carries it, and DDP waits for the future.
-Two things cannot be done there, and are done at the very end of backward, after DDP's own last word:
+DDP calls the hook for every bucket while backward is still computing; the thread reduces it, and DDP waits for the future.
+Two things cannot be done there, and are done at the very end of backward, after DDP's own last callback:
 
 - raising an error (an exception in a future reaches the user as "Unable to cast ... to Tensor", one in the hook breaks DDP);
 - skipping a step that was not finite: gradients become None, and optimizers pass over them.
@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lowp import compat
 from lowp.wire.collectives import check_gradient
 from lowp.wire.compressor import Compressor
 from lowp.wire.naming import all_names
 from lowp.wire.replicas import check_replicas
-from lowp.wire.report import Report
+from lowp.wire.report import WireReport
 from lowp.wire.settings import Settings
 from lowp.wire.state import AllRanks
 
@@ -35,7 +36,9 @@ class Handle:
     It is a Stateful of torch.distributed.checkpoint: `dcp.save({"wire": handle, ...})`.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, compressor: Compressor, switch: "_Switch", check_replicas: bool) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, compressor: Compressor, switch: "_HookSwitch", check_replicas: bool
+    ) -> None:
         self._ddp = weakref.ref(ddp)  # the model's reducer keeps us, and would keep the model, which keeps the reducer
         self._parameters = _synchronised(ddp)
         self._compressor = compressor
@@ -64,11 +67,11 @@ class Handle:
     def step(self) -> int:
         return self._compressor.state.step
 
-    def report(self) -> Report:
+    def report(self) -> WireReport:
         """The last step's figures."""
         return self._compressor.report()
 
-    def total(self) -> Report:
+    def total(self) -> WireReport:
         """The figures of all steps so far."""
         return self._compressor.total()
 
@@ -120,9 +123,9 @@ class Handle:
     def _cannot_join(self) -> str | None:
         """What is wrong with this step within `ddp.join()`. All ranks find the same, before anything is sent."""
         ddp = self._ddp()
-        if ddp is None or not ddp._join_config.enable:
+        if ddp is None or not compat.joins(ddp):
             return None
-        if not ddp._divide_by_initial_world_size:
+        if not compat.divides_by_initial_world_size(ddp):
             return (
                 "compressed gradients are divided by the number of all ranks, also of those that have joined: "
                 "call ddp.join(divide_by_initial_world_size=True)"
@@ -134,13 +137,12 @@ class Handle:
         return None
 
     def _all_sent(self) -> None:
-        """The last bucket of a step is on its way. When all have arrived, `_arrived` may raise."""
+        """The last bucket of a step has been sent. When all have arrived, `_arrived` may raise."""
         waiting, self._waiting, self._seen = self._waiting, [], 0
         if self._refusal is None:
             self._compressor.step_done()
-        if torch._C._current_graph_task_id() != -1:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(self._arrived))
+        if compat.backward_id() != -1:
+            compat.after_backward(lambda: compat.after_backward(self._arrived))
             return
         # No backward is running: this rank has no inputs left (ddp.join) and sends zeros to match what the others send.
         torch.futures.wait_all(waiting)
@@ -158,10 +160,10 @@ class Handle:
             check_replicas(gradients, self._compressor.parent, "gradient of")
 
 
-class _Switch:
+class _HookSwitch:
     """The state of the one hook that a model gets from us. DDP takes one hook and never gives it back, so the hook stays.
 
-    It asks here who carries a bucket: a handle, or, after `remove`, nobody; then gradients travel as DDP sends them.
+    The hook asks here for the handle that reduces a bucket. After `remove` there is none, and DDP's own all-reduce is used.
 
     A copy of the model (deepcopy, torch.save and torch.load, AveragedModel) has a reducer of its own, which has no hook. That
     is so for torch's hooks as well. What is copied of the switch is off; `compress_gradients` takes the copy as a new model.
@@ -171,11 +173,13 @@ class _Switch:
         self.group = group
         self.handle: Handle | None = None
 
-    def __reduce__(self) -> tuple[type["_Switch"], tuple[()]]:
-        return _Switch, ()
+    def __reduce__(self) -> tuple[type["_HookSwitch"], tuple[()]]:
+        return _HookSwitch, ()
 
 
-_switches: "weakref.WeakKeyDictionary[DistributedDataParallel, _Switch]" = weakref.WeakKeyDictionary()
+_Switch = _HookSwitch  # its name in models that were saved before
+
+_switches: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSwitch]" = weakref.WeakKeyDictionary()
 
 
 def compress_gradients(
@@ -253,7 +257,7 @@ def compress_gradients(
         raise ValueError(f"all parameters must be on one device, not on {', '.join(map(str, devices))}")
     names = all_names(ddp.module)
     compressor = Compressor(parameters, settings, group=ddp.process_group, device=devices.pop(), names=names)
-    switch = _switches.get(ddp) or _Switch(ddp.process_group)
+    switch = _switches.get(ddp) or _HookSwitch(ddp.process_group)
     handle = Handle(ddp, compressor, switch, check_replicas)
     if not compressor.compresses:
         return handle  # DDP's own way is the fastest for float32
@@ -268,18 +272,18 @@ def compress_gradients(
     return handle
 
 
-def _hook(switch: _Switch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # DDP looks at name and annotations
+def _hook(switch: _HookSwitch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # DDP looks at name and annotations
     return allreduce_hook(switch.group, bucket) if switch.handle is None else switch.handle._hook(bucket)
 
 
 def _checked(model: Any) -> DistributedDataParallel:
     """The DDP model, out of torch.compile's wrapper, if it can be compressed now."""
-    wrapped = getattr(model, "_orig_mod", model)  # torch.compile's OptimizedModule: its import would take a second
+    wrapped = compat.uncompiled(model)
     if not isinstance(wrapped, DistributedDataParallel):
         raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {type(wrapped).__name__}")
     if wrapped in _switches and _switches[wrapped].handle is not None:
         raise RuntimeError("the gradients of this model are compressed already: call remove() on the handle of that first")
-    if wrapped._use_python_reducer:
+    if compat.has_no_buckets(wrapped):
         raise RuntimeError("torch._dynamo.config.optimize_ddp = 'python_reducer' has no buckets: compress_gradients needs them")
     return wrapped
 

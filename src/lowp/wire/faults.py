@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lowp import compat
+
 ROLL_CALL_SECONDS = 3.0
 HERE = "here"  # the answer of a rank that has nothing else to say
 _POISON_TAG = (1 << 31) - 1
@@ -66,7 +68,7 @@ def roll_call(group: Any, answer: str, seconds: float = ROLL_CALL_SECONDS) -> tu
 
     On a thread of its own: asking a store whose host hangs blocks without a timeout.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = compat.default_store()
     everyone = set(range(dist.get_world_size(group)))
     name = f"lowp/roll_call/{group.group_name}"
     me = dist.get_rank(group)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowp import compat
 from lowp.formats.floats import FP32
 from lowp.tensor.noise import Domain
 from lowp.wire.chunk_scheduler import ChunkScheduler, Task
@@ -31,7 +32,7 @@ from lowp.wire.collectives import communicator_for
 from lowp.wire.communicator import Communicator
 from lowp.wire.plan import Chunk, Part, Shard
 from lowp.wire.reductions.base import ChunkJob, Steps
-from lowp.wire.report import Meter, Report, ring_bytes
+from lowp.wire.report import Meter, WireReport, ring_bytes
 from lowp.wire.rules import Rules, Stage
 from lowp.wire.scaling import NONFINITE
 from lowp.wire.warm_up import warm_up
@@ -50,7 +51,7 @@ class FsdpHandle:
         self._collectives = 0  # so far: stochastic rounding draws other noise for each
         self._meter = Meter()
         self._meters: list[Meter] = []  # of steps that are over
-        self._total, self._last_step = Report(), Report()
+        self._total, self._last_step = WireReport(), WireReport()
         self._in_step = False
         self._removed = False
         self.step = 0
@@ -60,15 +61,15 @@ class FsdpHandle:
         """False after `remove`."""
         return not self._removed
 
-    def report(self) -> Report:
+    def report(self) -> WireReport:
         """The last step's figures: what was gathered and reduced since the step before, up to the end of backward."""
         self._collect()
         return self._last_step
 
-    def total(self) -> Report:
+    def total(self) -> WireReport:
         """The figures so far: of gradients where `reduce` was given, of parameters where `gather` was."""
         self._collect()
-        found = Report()
+        found = WireReport()
         for report in (self._total, self._meter.finish()):
             found.add(report)
         return found
@@ -84,8 +85,7 @@ class FsdpHandle:
 
     def remove(self) -> None:
         """Let FSDP2 send as it does by itself."""
-        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torchs_own
-
+        torchs_own = compat.fsdp_collectives()
         self._removed = True
         for module in self._modules:
             module.set_custom_reduce_scatter(torchs_own.DefaultReduceScatter())
@@ -115,7 +115,7 @@ class FsdpHandle:
         self._meter.report.elements += elements
         if not self._in_step:
             self._in_step = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+            compat.after_backward(self._end_step)
 
     def _end_step(self) -> None:
         self._in_step = False
@@ -133,14 +133,11 @@ class FsdpHandle:
         self._meters.clear()
 
 
-class _Group:
-    """The parameters of one `fully_shard`: over how many ranks they are sharded, and how many replicas every shard has.
-
-    torch says so nowhere in public; these are the names of torch 2.11 to 2.13.
-    """
+class _ShardedParameters:
+    """The parameters of one `fully_shard`: over how many ranks they are sharded, and how many replicas every shard has."""
 
     def __init__(self, module: Any) -> None:
-        self._group = module._get_fsdp_state()._fsdp_param_group  # None for a module without parameters of its own
+        self._group = compat.fsdp_parameters(module)  # None for a module without parameters of its own
         mesh = None if self._group is None else self._group.mesh_info
         self.shards: int = getattr(mesh, "shard_mesh_size", 1)
         self.replicas: int = getattr(mesh, "replicate_mesh_size", 1)
@@ -180,7 +177,7 @@ def compress(
     if scale.startswith("aps"):
         raise ValueError(f"scale={scale!r} needs to know layers, and FSDP2 shows none; take 'local', 'block:<n>' or 'none'")
     codecs = {kind: codec_of(format, rounding, scale) for kind, format in (("reduce", reduce), ("gather", gather)) if format}
-    groups = {module: _Group(module) for module in modules}
+    groups = {module: _ShardedParameters(module) for module in modules}
     _check_replicas(groups.values(), reduces=reduce is not None)
     handle = FsdpHandle(modules, seed)
     warm_up(set(codecs.values()), next(model.parameters()).device)
@@ -191,7 +188,7 @@ def compress(
     return handle
 
 
-def _check_replicas(groups: Collection[_Group], reduces: bool) -> None:
+def _check_replicas(groups: Collection[_ShardedParameters], reduces: bool) -> None:
     """Raise where nothing would be compressed, warn where not everything will be."""
     replicas = max(group.replicas for group in groups)
     if replicas > 1 and all(group.shards == 1 for group in groups):
@@ -222,20 +219,18 @@ def _poison(peaks: Tensor) -> Tensor:
     return torch.where(peaks == NONFINITE, math.nan, 1.0)
 
 
-def _reduce_scatter(codec: Codec | None, handle: FsdpHandle, parameters: _Group) -> Any:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-
+def _reduce_scatter(codec: Codec | None, handle: FsdpHandle, parameters: _ShardedParameters) -> Any:
+    torchs_own = compat.fsdp_collectives()
     if codec is None:
 
-        class CountedReduceScatter(DefaultReduceScatter):
+        class CountedReduceScatter(torchs_own.DefaultReduceScatter):
             def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *more: Any, **named: Any) -> Any:
                 handle.reduces(input_tensor.numel())
                 return super().__call__(output_tensor, input_tensor, *more, **named)
 
         return CountedReduceScatter()
 
-    class CompressedReduceScatter(_Room, ReduceScatter):
+    class CompressedReduceScatter(_Room, torchs_own.ReduceScatter):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
             """FSDP2 cannot be left in the middle: after a failure the gradients are zero, and backward raises at its end."""
             handle.reduces(input_tensor.numel())
@@ -277,9 +272,9 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
 
 
 def _all_gather(codec: Codec, handle: FsdpHandle) -> Any:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+    torchs_own = compat.fsdp_collectives()
 
-    class CompressedAllGather(_Room, AllGather):
+    class CompressedAllGather(_Room, torchs_own.AllGather):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
             _gather_from_owners(output_tensor, input_tensor, codec, group, handle)
 
@@ -321,9 +316,7 @@ class _Room:
 
 
 def _raise_after_backward(error: Exception) -> None:
-    engine = torch.autograd.Variable._execution_engine
-
     def complain() -> None:
         raise error
 
-    engine.queue_callback(lambda: engine.queue_callback(complain))
+    compat.after_backward(lambda: compat.after_backward(complain))

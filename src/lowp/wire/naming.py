@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from torch import Size, nn
 
+from lowp.names import covers
+
 
 def all_names(model: nn.Module) -> dict[str, str]:
     """The names of a model's parameters that need gradients.
@@ -20,15 +22,19 @@ def all_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(parameter, name) for name, parameter in everything}
 
 
-def last_layer(names: Mapping[str, str], shapes: Mapping[str, Size]) -> set[str]:
-    """The parameters of the last layer that has a matrix: the head, and not a norm that is registered after it.
+def end_layers(names: Mapping[str, str], shapes: Mapping[str, Size]) -> dict[str, set[str]]:
+    """The parameters of the "first" and of the "last" layer that has a matrix: the head, not a norm registered after it.
 
-    In a tied model the head may have nothing of its own: then the embedding's matrix is the last layer's.
+    In a tied model the head may have nothing of its own: then the embedding's matrix is the last layer's. A model that has
+    something of that name means it by the word (names.py), and one without matrices has no such layers.
     """
     matrices = [name for name, known in names.items() if len(shapes[known]) > 1]
-    if not matrices:
-        return set()
-    owner = matrices[-1].rpartition(".")[0]
+    ends = {"first": matrices[0], "last": matrices[-1]} if matrices else {}
+    return {word: _layer_of(end, names) for word, end in ends.items() if not any(covers(word, name) for name in names)}
+
+
+def _layer_of(parameter: str, names: Mapping[str, str]) -> set[str]:
+    owner = parameter.rpartition(".")[0]
     if not owner:  # parameters of the model itself: each is a layer
-        return {names[matrices[-1]]}
+        return {names[parameter]}
     return {known for name, known in names.items() if name.rpartition(".")[0] == owner}

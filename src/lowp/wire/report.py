@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.ops import quantize
+from lowp.tensor.overflow import overflows
 from lowp.wire.codec import Codec
 from lowp.wire.messages import Messages
 
@@ -23,7 +24,7 @@ def ring_bytes(size: int, world: int) -> float:
 
 
 @dataclass
-class Report:
+class WireReport:
     """Figures of one step or of many.
 
     `saturated` and `underflowed` are fractions of the non-zero numbers that this rank encoded, estimated from the beginnings of
@@ -63,7 +64,7 @@ class Report:
         """None unless it was asked for (measure=True)."""
         return math.sqrt(self.error_squared / self.exact_squared) if self.exact_squared else None
 
-    def add(self, other: "Report") -> None:
+    def add(self, other: "WireReport") -> None:
         for entry in fields(self):
             setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
@@ -86,7 +87,7 @@ class Meter:
         self._whole = whole
         self._samples = samples or whole
         self._parts = 0
-        self.report = Report()
+        self.report = WireReport()
         self._counts: Tensor | None = None  # seen, saturated, underflowed
         self._errors: Tensor | None = None  # squares of the errors, squares of the exact sums
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -131,8 +132,8 @@ class Meter:
         sample = sample * codec.factor(message, count)
         rounded = quantize(sample, codec.format, saturate=True)
         zero = sample == 0
-        overflows = (sample.abs() > codec.format.max) & sample.isfinite()
-        counts = torch.stack([(~zero).sum(), overflows.sum(), ((rounded == 0) & ~zero).sum()]).to(torch.float64)
+        saturated, underflowed = overflows(sample, codec.format), (rounded == 0) & ~zero
+        counts = torch.stack([(~zero).sum(), saturated.sum(), underflowed.sum()]).to(torch.float64)
         self._counts = counts if self._counts is None else self._counts + counts
 
     def compare(self, ours: Tensor, exact: Tensor) -> None:
@@ -143,7 +144,7 @@ class Meter:
         errors = torch.stack([torch.where(finite, x, zero).square().sum() for x in (ours - exact, exact)])
         self._errors = errors if self._errors is None else self._errors + errors
 
-    def finish(self) -> Report:
+    def finish(self) -> WireReport:
         """The figures; on CUDA this waits for the device."""
         if self._counts is not None:
             seen, saturated, underflowed = self._counts.tolist()

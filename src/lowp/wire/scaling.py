@@ -20,7 +20,6 @@ logarithm of zero, or scales by infinity, the exponents here end at +-126: that 
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,6 +28,9 @@ from lowp.formats import AnyFormat, BlockFormat
 from lowp.tensor.carrier import F32, exponent_below
 from lowp.tensor.carrier import power_of_two as power_of_two
 from lowp.tensor.fitting import fitting_exponents
+from lowp.tensor.fitting import largest as largest
+from lowp.tensor.scale import Scale as Scale
+from lowp.tensor.scale import parse_scale
 
 logger = logging.getLogger("lowp")
 
@@ -40,37 +42,9 @@ MAX_SHIFT = 126
 KINDS = ("none", "aps", "aps_delayed", "local", "block:<n>")
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How numbers are brought into a format's range; `block` is the number of elements that share a scale, if they do."""
-
-    kind: str
-    block: int = 0
-
-    @property
-    def shared(self) -> bool:
-        """Do all ranks use one scale, so that scaled numbers can be added?"""
-        return self.kind in ("none", "aps", "aps_delayed")
-
-    @property
-    def agreed(self) -> bool:
-        """Is there a message before the gradients?"""
-        return self.kind == "aps"
-
-    def __str__(self) -> str:
-        return f"block:{self.block}" if self.kind == "block" else self.kind
-
-
 def scale_of(text: "str | Scale") -> Scale:
-    """Parse `none`, `aps`, `aps_delayed`, `local` or `block:<n>`."""
-    if isinstance(text, Scale):
-        return text
-    if text in KINDS[:4]:
-        return Scale(text)
-    kind, _, size = str(text).partition(":")
-    if kind == "block" and size.isdigit() and 1 <= int(size) <= 1 << 16:
-        return Scale("block", int(size))
-    raise ValueError(f"unknown scale {text!r}; it is one of {', '.join(KINDS)} (n from 1 to 65536)")
+    """Parse one of `KINDS`."""
+    return parse_scale(text, KINDS)
 
 
 SCALES = (Scale("none"), Scale("aps"), Scale("aps_delayed"), Scale("local"), Scale("block", 64))
@@ -148,12 +122,6 @@ def units_of(fitting: Tensor) -> Tensor:
     """What codes count in: 2^-shift, or NaN where something was not finite."""
     unit = power_of_two(-shifts_of(fitting))
     return torch.where(fitting == NONFINITE, torch.full_like(unit, math.nan), unit)
-
-
-def largest(numbers: Tensor) -> Tensor:
-    """The largest magnitude, as a tensor of no dimension; NaN if there is one. (vector_norm is ten times slower on a CPU.)"""
-    low, high = torch.aminmax(numbers)
-    return torch.maximum(-low, high)
 
 
 def _marked(found: Tensor, maxima: Tensor) -> Tensor:

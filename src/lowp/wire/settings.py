@@ -1,16 +1,16 @@
 """What a user asks for, checked, and what follows from it for every parameter."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from torch import Size
 
 from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
+from lowp.names import SMALL, covers, unmatched
 from lowp.wire.codec import Codec, check_format, codec_of
-from lowp.wire.naming import last_layer
+from lowp.wire.naming import end_layers
 from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions import reduction_of
 from lowp.wire.reductions.base import Reduction, default_accumulate
@@ -116,17 +116,16 @@ class Settings:
         codec = codec_of(choice, self.rounding, self.scale)
         return UNCOMPRESSED if codec.format == FP32 and codec.keep == 1 else codec
 
-    def codec(self, names: Iterable[str], dimensions: int, last: bool, step: int) -> Codec:
+    def codec(self, names: Iterable[str], dimensions: int, ends: Collection[str], step: int) -> Codec:
         """The codec of one parameter: its own entry in `layers`, else float32 if it is skipped, else the common one.
 
-        Patterns are those of shells ("*.bias"), for any of the parameter's names; "last" stands for the last layer that has a
-        matrix, "1d" for biases and norms.
+        Patterns (names.py) are for any of the parameter's names. `ends`: is it of the "first" or the "last" layer?
         """
 
         def meant(pattern: str) -> bool:
-            if (pattern == "last" and last) or (pattern == "1d" and dimensions <= 1):
+            if pattern in ends or (pattern == SMALL and dimensions <= 1):
                 return True
-            return any(fnmatchcase(name, pattern) for name in names)
+            return any(covers(pattern, name) for name in names)
 
         for pattern, choice in self.layers.items():
             if meant(pattern):
@@ -135,9 +134,7 @@ class Settings:
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Patterns that match no parameter: surely a mistake."""
-        names = list(names)
-        patterns = [*self.layers, *self.skip]
-        return [p for p in patterns if p not in ("1d", "last") and not any(fnmatchcase(name, p) for name in names)]
+        return unmatched([*self.layers, *self.skip], names)
 
     @property
     def scheduled(self) -> bool:
@@ -191,14 +188,17 @@ class Parameters:
         self._names: dict[str, list[str]] = {name: [] for name in shapes}
         for name, known in everything.items():
             self._names[known].append(name)
-        self._last = last_layer(everything, self._shapes)
-        if not self._last and "last" in (*settings.layers, *settings.skip):
-            raise ValueError("'last' is the last layer that has a matrix, and no parameter here has two dimensions")
+        self._ends = end_layers(everything, self._shapes)
+        has_matrix = any(len(shape) > 1 for shape in shapes.values())
+        for word in {"first", "last"}.intersection((*settings.layers, *settings.skip)):
+            if not has_matrix and not any(covers(word, name) for name in everything):
+                raise ValueError(f"{word!r} is the {word} layer that has a matrix, and no parameter here has two dimensions")
         self.numbers = {name: number for number, name in enumerate(shapes)}
         self._kept: dict[tuple[str, ...], Bucket] = {}
 
     def codec(self, name: str, step: int) -> Codec:
-        return self._settings.codec(self._names[name], len(self._shapes[name]), name in self._last, step)
+        ends = [word for word, parameters in self._ends.items() if name in parameters]
+        return self._settings.codec(self._names[name], len(self._shapes[name]), ends, step)
 
     @property
     def known_codecs(self) -> set[Codec]:

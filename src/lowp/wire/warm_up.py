@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowp import compat
 from lowp.tensor.kernels import building, kernel_info
 from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.codec import Codec
@@ -44,7 +44,7 @@ def warm_up(
     cases = [_Case(codec, device, dtype, asked, reduction) for codec in codecs for dtype in dtypes]
     for case in cases:
         if case not in _warm:
-            with _disable_current_modes():  # an audit is not concerned
+            with compat.without_dispatch_modes():  # an audit is not concerned
                 _rehearse(case, settings, min(world, RANKS))  # tables are made here, once, and need no kernel
                 with building():
                     _rehearse(case, settings, min(world, RANKS))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lowp.formats import format as parse_format
 from lowp.simulation.layers import OFF, ROLES, FormatName, checked_roles
-from lowp.simulation.measuring import Place, call, measure
+from lowp.simulation.measuring import FormatSlot, call, measure
 from lowp.simulation.policies.fixed import exactly
 from lowp.simulation.policies.policy import Agree, Policy, require_counts
 from lowp.simulation.simulation import Simulation
@@ -42,7 +42,7 @@ _FORWARD = ("weights", "activations")  # the roles that are promoted
 class Group:
     """Tensors that are demoted together, and how far down the ladder they are."""
 
-    places: tuple[Place, ...]
+    places: tuple[FormatSlot, ...]
     rung: int = 0
 
     @property
@@ -119,9 +119,9 @@ class MemoryBudget(Policy):
         elif self.example is not None:
             call(model, self.example)
 
-    def _grouped(self, places: Sequence[Place]) -> tuple[Group, ...]:
+    def _grouped(self, places: Sequence[FormatSlot]) -> tuple[Group, ...]:
         """Groups in the order in which they are demoted. Without an example nobody knows who reads what: each layer is one."""
-        groups: dict[int | str, list[Place]] = {}
+        groups: dict[int | str, list[FormatSlot]] = {}
         for place in places:
             groups.setdefault(place.layers[0] if self.example is None else place.group, []).append(place)
         return tuple(sorted((Group(tuple(group)) for group in groups.values()), key=lambda group: -group.elements))
@@ -141,7 +141,7 @@ class MemoryBudget(Policy):
                 f"{self.bytes:,.0f}, {self.bytes / all_high:.3f} of what the first format takes"
             )
 
-    def _format(self, place: Place, rung: int) -> str:
+    def _format(self, place: FormatSlot, rung: int) -> str:
         return self.ladder[0 if (place.layers[0], place.role) in self._promoted else rung][place.role]
 
     def _assign(self, simulation: Simulation) -> None:

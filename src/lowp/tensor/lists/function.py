@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowp.compat import dispatch_mode_count
 from lowp.tensor import kernels
 from lowp.tensor.lists import cpp, triton
 from lowp.tensor.lists.trace import Element, trace
@@ -147,7 +148,7 @@ class ListFunction:
         if lists.elements == 0:
             return lists.room(len(self.reductions))
         # At once where plain operations would be a hundred launches, or where an audit would see their temporaries.
-        at_once = lists.device.type == "cuda" or torch._C._len_torch_dispatch_stack() > 0
+        at_once = lists.device.type == "cuda" or dispatch_mode_count() > 0
         kernel = kernels.get_or_build(self, lists.device, kernels.SMALL if at_once else lists.work, _build)
         if kernel is None:
             return self._plain(lists, numbers, scalars, skip)

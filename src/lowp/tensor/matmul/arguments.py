@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp.compat import constant_for_dynamo
 from lowp.tensor.matmul.arithmetic import Arithmetic, name_of
 from lowp.tensor.matmul.keys import signed
 from lowp.tensor.noise import Noise
@@ -14,14 +15,12 @@ Seed = int | Tensor | Noise
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@constant_for_dynamo
 def arithmetic_name(
     multiply: Any, accumulate: Any, kahan: bool, chunk: int, quire: bool, rounding: str, approximate: str | None
 ) -> str:
     """The name of an arithmetic, of which a compiled function sees nothing else."""
     return _name(multiply, accumulate, kahan, chunk, quire, rounding, approximate)
-
-
-arithmetic_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see dynamo.py
 
 
 @lru_cache(maxsize=1024)

@@ -11,13 +11,13 @@ For one element of a result, with products over k = 0 .. K - 1 (R rounds to `acc
 Each R and each P is one rounding of the exact number. A bias is one more addend, the last.
 """
 
-import difflib
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 from lowp.formats import BlockFormat, Format, Rounding
 from lowp.formats import format as parse_format
+from lowp.names import did_you_mean
 
 APPROXIMATIONS = ("integer_add",)
 _MODES = tuple(mode.value for mode in Rounding)
@@ -130,8 +130,7 @@ def _number_format(given: Any, role: str) -> Format:
 
 
 def _near(given: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(str(given), known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; {hint}" if (hint := did_you_mean(str(given), known)) else ""
 
 
 _named: dict[str, Arithmetic] = {}

@@ -11,13 +11,13 @@ from lowp.tensor import kernels, ops
 from lowp.tensor.carrier import FORMAT_OF_DTYPE
 from lowp.tensor.matmul import cpp, plain, triton
 from lowp.tensor.matmul.arithmetic import Arithmetic
-from lowp.tensor.matmul.job import Job
+from lowp.tensor.matmul.job import MatmulJob
 from lowp.tensor.matmul.lanes import Operands, choices, cuts, steps_of
 from lowp.tensor.matmul.quire import MOST_BINS
 from lowp.tensor.matmul.steps import GENERAL, Lanes, Steps
 
 
-def contract(job: Job, dtype: torch.dtype) -> Tensor:
+def contract(job: MatmulJob, dtype: torch.dtype) -> Tensor:
     """[*batch, M, N], rounded to nearest where `dtype` cannot hold the numbers of `accumulate`."""
     if job.elements == 0:
         return torch.empty(job.shape, dtype=dtype, device=job.device)
@@ -30,7 +30,7 @@ def contract(job: Job, dtype: torch.dtype) -> Tensor:
     return ops.quantize(result, FORMAT_OF_DTYPE[dtype], out=torch.empty_like(result, dtype=dtype))
 
 
-def _called(job: Job, compiling: bool) -> Tensor:
+def _called(job: MatmulJob, compiling: bool) -> Tensor:
     """The host looks at the numbers, and calls one kernel, or none."""
     several = len(choices(job.arithmetic)) > 1
     operands = job.operands() if several and (compiling or job.arithmetic.quire) else None
@@ -48,7 +48,7 @@ def _first_right(arithmetic: Arithmetic, operands: Operands | None) -> Lanes:
     return next(c.lanes for c in choices(arithmetic) if c.condition is None or (operands is not None and c.condition(operands)))
 
 
-def _launched(job: Job) -> Tensor | None:
+def _launched(job: MatmulJob) -> Tensor | None:
     """All kernels are launched that may be right; the device finds out which is. None where they cannot be built."""
     found = [c for c in choices(job.arithmetic) if c.lanes.bins in _LAUNCHED_BINS]
     built = [kernels.get_or_build(_What(job.arithmetic, c.lanes), job.device, kernels.SMALL, _build) for c in found]
@@ -94,4 +94,4 @@ class _What:
 
 def _build(what: _What, device: torch.device) -> Any:
     steps = steps_of(what.arithmetic, what.lanes)
-    return (triton if device.type == "cuda" else cpp).Kernel(steps, tables_on(steps, device), device)
+    return (triton.TritonMatmul if device.type == "cuda" else cpp.CppMatmul)(steps, tables_on(steps, device), device)

@@ -22,7 +22,7 @@ from lowp.tensor.matmul import keys
 from lowp.tensor.matmul.arguments import Seed, arithmetic_name, check_operands, noise_parts
 from lowp.tensor.matmul.arithmetic import named
 from lowp.tensor.matmul.contraction import contract
-from lowp.tensor.matmul.job import Job
+from lowp.tensor.matmul.job import MatmulJob
 from lowp.tensor.matmul.product import bias_gradient, noise_of
 
 _PATCH_ELEMENTS = 1 << 24  # of one piece
@@ -148,7 +148,7 @@ def _kernel_times_patches(kernel: Tensor, patches: Tensor, bias: Tensor | None, 
         b = piece.reshape(piece.shape[0], groups, k, positions)
         a = kernel.expand(piece.shape[0], -1, -1, -1)
         last = None if bias is None else bias.to(torch.float32).reshape(groups, m, 1).expand(*b.shape[:2], m, positions)
-        job = Job(a, b, last, *rest, first=first * groups * m * positions)
+        job = MatmulJob(a, b, last, *rest, first=first * groups * m * positions)
         result[first : first + each] = contract(job, result.dtype)
     return result
 
@@ -243,7 +243,7 @@ def _of_kernel(
             piece = patches[:, group * own + first : group * own + last].to(torch.float32)
             a = piece.permute(1, 2, 3, 0, 4, 5).reshape((last - first) * area, n * positions)
             index = (group * own + first) * area * (outputs // groups)
-            result[group, first * area : last * area] = contract(Job(a, b[group], None, *rest, first=index), result.dtype)
+            result[group, first * area : last * area] = contract(MatmulJob(a, b[group], None, *rest, first=index), result.dtype)
     return result.transpose(1, 2).reshape(outputs, own, *kernel)
 
 

@@ -21,7 +21,7 @@ from lowp.tensor.carrier import F32
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.trace import Program
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
-from lowp.tensor.matmul.job import Job, offsets
+from lowp.tensor.matmul.job import MatmulJob, offsets
 from lowp.tensor.matmul.programs import Programs
 from lowp.tensor.matmul.steps import Steps
 
@@ -148,7 +148,7 @@ extern "C" void run(const Job* given, long first, long last) {
 _SHORT = 32  # statements: a step that leaves registers for a tile of two vectors
 
 
-class _Source:
+class _CppSource:
     """The text of a kernel."""
 
     def __init__(self, programs: Programs) -> None:
@@ -200,17 +200,17 @@ class _Source:
         return "\n".join([*lines, "}"])
 
 
-class Kernel:
+class CppMatmul:
     """The steps of one arithmetic in certain lanes, compiled."""
 
     def __init__(self, steps: Steps, tables: tuple[Tensor, ...], device: torch.device) -> None:
         self._steps, self._tables = steps, tables
         self._addresses = np.array([table.data_ptr() for table in tables], dtype=np.int64)
-        source = _Source(Programs(steps, tables, device))
+        source = _CppSource(Programs(steps, tables, device))
         self._lanes, self._panel_columns = source.lanes, source.panel * source.lanes
         self._run = cpp.build(source.text(), (ctypes.c_void_p, ctypes.c_long, ctypes.c_long))
 
-    def __call__(self, job: Job, uniforms: Tensor) -> Tensor:
+    def __call__(self, job: MatmulJob, uniforms: Tensor) -> Tensor:
         result = torch.empty(job.shape, dtype=self._steps.result_dtype)
         a, b, bias, out = job.a, job.b, job.bias, result
         if job.columns < self._lanes and job.columns < job.rows:

@@ -16,7 +16,7 @@ from lowp.tensor.noise import Noise
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class MatmulJob:
     """a [*batch, M, K] times b [*batch, K, N], plus bias [*batch, M, N] or None: all float32, of any strides, zero too.
 
     `part` says whose noise is drawn (keys.py), `first` is the index of the result's first element there.

@@ -47,7 +47,7 @@ from lowp.tensor.matmul.steps import GENERAL, Lanes, Steps
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _LaneShape:
     """A format's digits p, and the exponents of what its numbers are multiples of and stay below."""
 
     digits: int
@@ -55,15 +55,15 @@ class _Shape:
     top: int
 
     @staticmethod
-    def of(fmt: Format) -> "_Shape | None":
+    def of(fmt: Format) -> "_LaneShape | None":
         top = exponent_below(fmt.max) + 1
         match fmt:
             case FloatFormat():
-                return _Shape(fmt.mantissa_bits + 1, fmt.min_exponent - fmt.mantissa_bits, top)
+                return _LaneShape(fmt.mantissa_bits + 1, fmt.min_exponent - fmt.mantissa_bits, top)
             case FixedFormat():
-                return _Shape(fmt.bits - 1, -fmt.fraction_bits, top)
+                return _LaneShape(fmt.bits - 1, -fmt.fraction_bits, top)
             case PositFormat():
-                return _Shape(max(1, fmt.width - 2 - fmt.exponent_size), -fmt.max_exponent, top)
+                return _LaneShape(max(1, fmt.width - 2 - fmt.exponent_size), -fmt.max_exponent, top)
         return None
 
 
@@ -108,7 +108,7 @@ def _product(arithmetic: Arithmetic, of: Operands) -> _Addend:
         return _Addend(digits, low, top - 1, right)
     if fmt == FP32 and arithmetic.mode is Rounding.NEAREST:
         right = top <= 126
-    shape = _Shape.of(fmt)
+    shape = _LaneShape.of(fmt)
     if shape is None:  # a codebook's entries are float32 numbers of any kind
         return _Addend(24, -149, exponent_below(fmt.max) + 1, right)
     if is_grid(fmt):  # rounding leads to the next power of two at most, or to the smallest number
@@ -129,7 +129,7 @@ def _smaller(x: Any, y: Any) -> Any:
 def _in_float32(arithmetic: Arithmetic, odd: bool) -> Condition | None:
     """When float32 lanes are right, to odd or plainly; None: never."""
     fmt, mode = arithmetic.sum_format, arithmetic.mode
-    shape, product = _Shape.of(fmt), arithmetic.product_format
+    shape, product = _LaneShape.of(fmt), arithmetic.product_format
     nearest = mode in (Rounding.NEAREST, Rounding.NEAREST_AWAY)
     fit = all(carrier_for(f, torch.float32) is F32 for f in (fmt, product) if f is not None)
     if shape is None or not fit or arithmetic.stochastic or not (shape.top <= 127 or (nearest and fmt.has_inf)):

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lowp.formats.floats import FP32
 from lowp.tensor import ops
-from lowp.tensor.matmul.job import Job
+from lowp.tensor.matmul.job import MatmulJob
 from lowp.tensor.matmul.steps import Steps
 
 _ELEMENTS = 1 << 18  # of the results that are worked on at once: their states stay in the cache
 
 
-def run(job: Job, steps: Steps, uniforms: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+def run(job: MatmulJob, steps: Steps, uniforms: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
     """The result, in a dtype that holds its numbers exactly."""
     batch = math.prod(job.batch)
     flat = [None if x is None else x.reshape(batch, *x.shape[-2:]) for x in (job.a, job.b, job.bias)]

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp.compat import constant_for_dynamo
 from lowp.formats import AnyFormat
 from lowp.tensor.matmul import keys
 from lowp.tensor.matmul.arguments import Seed, arithmetic_name, check_operands, noise_parts
 from lowp.tensor.matmul.arithmetic import name_of, named
 from lowp.tensor.matmul.contraction import contract
-from lowp.tensor.matmul.job import Job
+from lowp.tensor.matmul.job import MatmulJob
 from lowp.tensor.noise import Domain, Noise
 
 
@@ -108,7 +109,7 @@ def _matmul(
     left, right = (x.to(torch.float32).expand(*batch, *x.shape[-2:]) for x in (a, b))
     if bias is not None:
         bias = bias.to(torch.float32).expand(*batch, a.shape[-2], b.shape[-1])
-    return contract(Job(left, right, bias, named(arithmetic), noise_of(noise, seed, step), part), a.dtype)
+    return contract(MatmulJob(left, right, bias, named(arithmetic), noise_of(noise, seed, step), part), a.dtype)
 
 
 def noise_of(numbers: Sequence[int], seed: Tensor | None, step: Tensor | None) -> Noise:
@@ -151,11 +152,9 @@ def bias_gradient(rows: Tensor, arithmetic: str, noise: Any, seed: Any, step: An
     return torch.ops.lowp.matmul(ones, rows, None, of_addends(arithmetic), noise, seed, step, keys.BIAS).squeeze(0)
 
 
+@constant_for_dynamo
 def of_addends(arithmetic: str) -> str:
     return name_of(named(arithmetic).of_addends)
-
-
-of_addends._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see dynamo.py
 
 
 def _gradient_of_first(gradient: Tensor, a: Tensor, b: Tensor, rest: tuple, part: int) -> Tensor:

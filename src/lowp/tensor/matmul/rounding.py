@@ -39,21 +39,21 @@ def odd_sum(x: Tensor, y: Tensor, carrier: Carrier) -> Tensor:
     return torch.where(lost.abs() > 0, bits + (toward & if_even), bits).view(carrier.dtype)
 
 
-class _Quantize(Quantize):
+class _QuantizeWithNoise(Quantize):
     """`Quantize` that is given its noise instead of the key to draw it with."""
 
     def _enter(self, stored: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return stored, key
 
 
-class Rounder:
+class SumRounder:
     """One rounding to a format, of numbers in the lanes of a carrier: the bits of `lowp.quantize`."""
 
     def __init__(self, fmt: Format, mode: Rounding, carrier: Carrier) -> None:
         self.is_lane = fmt == FP32 and carrier is F32  # the lane's own rounding was it
         constants = grids.grid(fmt, carrier, mode, False) if is_grid(fmt) else None
         self._in_floats = constants if constants is not None and constants.suits_addition else None
-        self._quantize = _Quantize(fmt, carrier.dtype, mode, False, carrier.dtype)
+        self._quantize = _QuantizeWithNoise(fmt, carrier.dtype, mode, False, carrier.dtype)
         self._carrier = carrier
 
     @property
@@ -69,8 +69,8 @@ class Rounder:
 
 
 @lru_cache(maxsize=256)
-def rounder(fmt: Format, mode: Rounding, carrier: Carrier) -> Rounder:
-    return Rounder(fmt, mode, carrier)
+def rounder(fmt: Format, mode: Rounding, carrier: Carrier) -> SumRounder:
+    return SumRounder(fmt, mode, carrier)
 
 
 _ONE, _INFINITY, _SMALLEST = 0x3F800000, F32.infinity, 1 << F32.fraction_bits

@@ -25,7 +25,7 @@ from lowp.formats import Rounding
 from lowp.tensor.carrier import F32, F64, Carrier, carrier_for
 from lowp.tensor.core import Tables, convert
 from lowp.tensor.matmul.arithmetic import Arithmetic
-from lowp.tensor.matmul.rounding import Rounder, integer_add, odd_sum, rounder, sign_of_zero_down
+from lowp.tensor.matmul.rounding import SumRounder, integer_add, odd_sum, rounder, sign_of_zero_down
 from lowp.tensor.noise import KEY_SIZE, draw
 from lowp.tensor.table import Table
 
@@ -117,12 +117,12 @@ class Steps:
         return 0
 
     @cached_property
-    def _to_product(self) -> Rounder | None:
+    def _to_product(self) -> SumRounder | None:
         fmt = self.arithmetic.product_format
         return None if fmt is None else rounder(fmt, self.arithmetic.mode, self.carrier)
 
     @cached_property
-    def _to_sum(self) -> Rounder:
+    def _to_sum(self) -> SumRounder:
         return rounder(self.arithmetic.sum_format, self.arithmetic.mode, self.carrier)
 
     @cached_property

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowp.tensor.lists.trace import Program
 from lowp.tensor.lists.triton import TYPES, build, expression
-from lowp.tensor.matmul.job import Job, offsets
+from lowp.tensor.matmul.job import MatmulJob, offsets
 from lowp.tensor.matmul.programs import Programs
 from lowp.tensor.matmul.steps import Steps
 
@@ -67,7 +67,7 @@ _PLAIN = """    for k in range(0, depth):
 """
 
 
-class _Source:
+class _TritonSource:
     """The text of a kernel: a function for each step, and the loops around them."""
 
     def __init__(self, programs: Programs) -> None:
@@ -135,18 +135,18 @@ _WARPS = 4
 _SHORT = 32  # statements: of such a step a thread has registers for 32 elements, of others for 8
 
 
-class Kernel:
+class TritonMatmul:
     """The steps of one arithmetic in certain lanes."""
 
     def __init__(self, steps: Steps, tables: tuple[Tensor, ...], device: torch.device) -> None:
         self._steps, self._tables = steps, tables
         programs = Programs(steps, tables, device)
-        self._run = build(_Source(programs).text())
+        self._run = build(_TritonSource(programs).text())
         words = steps.states * steps.carrier.dtype.itemsize // 4  # of a state
         most = 32 if len(programs.multiply_add.statements) < _SHORT else 8
         self._each = 1 << ((max(1, most // words)).bit_length() - 1)
 
-    def launch(self, job: Job, out: Tensor, uniforms: Tensor, chosen: Tensor, own: int) -> None:
+    def launch(self, job: MatmulJob, out: Tensor, uniforms: Tensor, chosen: Tensor, own: int) -> None:
         """Nothing happens unless the kernel is the chosen one."""
         a, b, bias = job.a, job.b, job.bias
         last = a if bias is None else bias  # an argument that is not looked at where there is no bias

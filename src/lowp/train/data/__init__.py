@@ -8,12 +8,12 @@
 Sets that fit live on the device whole (images.py, text.py); others are read by worker processes (mapped.py).
 """
 
-import difflib
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from lowp.names import did_you_mean
 from lowp.train.data.augment import Augment, check_names
 from lowp.train.data.base import Data, DataChoice
 from lowp.train.data.download import Download
@@ -87,7 +87,4 @@ def _text_path(name: str, directory: Path | None) -> Path:
 
 
 def _meant(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), SET_NAMES, n=2, cutoff=0.6)
-    if near:
-        return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"known are {', '.join(SET_NAMES)}, text:FILE and module:function"
+    return did_you_mean(name, SET_NAMES, f"known are {', '.join(SET_NAMES)}, text:FILE and module:function")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lowp.train.exchange.alone import Alone
+from lowp.train.exchange.alone import NoExchange
 from lowp.train.exchange.alone import Placed as Placed
 from lowp.train.exchange.base import Exchange as Exchange
 from lowp.train.exchange.base import buckets_of as buckets_of
@@ -39,5 +39,5 @@ def exchange_for(
     if ranks > 1:
         return RealExchange(model, parameters, buckets, settings, rank, device)
     if virtual_ranks == 1 and settings.format == "fp32":
-        return Alone()
+        return NoExchange()
     return VirtualRanks(model, parameters, buckets, settings, virtual_ranks)

@@ -6,7 +6,7 @@ from lowp.train.exchange.base import Gradients
 from lowp.train.parallel import Placement
 
 
-class Alone:
+class NoExchange:
     """One rank: nothing travels."""
 
     ranks = range(1)
@@ -27,7 +27,7 @@ class Alone:
     def close(self) -> None: ...
 
 
-class Placed(Alone):
+class Placed(NoExchange):
     """A divided model: all ranks see all samples, and what travels are activations (parallel/)."""
 
     def __init__(self, placement: Placement) -> None:

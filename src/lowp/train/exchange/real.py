@@ -15,7 +15,7 @@ from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
 
 
-class Bucket:
+class GradientBucket:
     """A stretch of memory in which some parameters' gradients lie side by side."""
 
     def __init__(self, names: list[str], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -27,7 +27,7 @@ class Bucket:
         self.missing = len(names)
 
 
-class Carrier(Protocol):
+class GradientReducer(Protocol):
     """Takes a rank's buckets to the others and brings the means back."""
 
     @property
@@ -35,7 +35,7 @@ class Carrier(Protocol):
         """What is remembered between steps."""
         ...
 
-    def send(self, bucket: Bucket) -> Callable[[], None]:
+    def send(self, bucket: GradientBucket) -> Callable[[], None]:
         """Start; what is returned waits until the mean of all ranks is in the bucket."""
 
     def step_done(self) -> None:
@@ -64,7 +64,7 @@ class Compressed:
     def state(self) -> State:
         return self._compressor.state
 
-    def send(self, bucket: Bucket) -> Callable[[], None]:
+    def send(self, bucket: GradientBucket) -> Callable[[], None]:
         future = self._compressor.submit(bucket.flat, bucket.names)
 
         def wait() -> None:
@@ -88,7 +88,7 @@ class Plain:
     def state(self) -> State:
         return self._state
 
-    def send(self, bucket: Bucket) -> Callable[[], None]:
+    def send(self, bucket: GradientBucket) -> Callable[[], None]:
         flat = bucket.flat
         self._sent += flat.numel() * flat.element_size()  # 2 (W - 1) / W times the bucket, for two ranks
         work: Any = dist.all_reduce(flat, async_op=True)
@@ -113,7 +113,7 @@ class Plain:
 
 def carrier_for(
     parameters: Mapping[str, nn.Parameter], settings: Settings, device: torch.device, names: Mapping[str, str]
-) -> Carrier:
+) -> GradientReducer:
     """Of the same kind on all ranks: it follows from what they have in common."""
     all_fp32 = settings.format == "fp32" and not settings.layers and str(settings.reduction) in ("two_shot", "one_shot")
     plain = all_fp32 and settings.accumulate is None and all(p.dtype == torch.float32 for p in parameters.values())
@@ -143,7 +143,7 @@ class RealExchange:
         self._parameters = parameters
         self._device = device
         self._carrier = carrier_for(parameters, settings, device, all_names(model))
-        self._buckets = [Bucket(names, parameters) for names in buckets]
+        self._buckets = [GradientBucket(names, parameters) for names in buckets]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._armed = False
         self._next = 0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowp import compat
 from lowp.train.exchange.base import Gradients
 from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
@@ -37,7 +38,7 @@ class VirtualRanks:
         self._sent = self._of_fp32 = 0.0
 
     def reduce(self, gradients: Gradients) -> None:
-        source = _Source(self._model, self._parameters, gradients, keep=self._exchange.asks_twice and self._fits)
+        source = _RankGradients(self._model, self._parameters, gradients, keep=self._exchange.asks_twice and self._fits)
         sent, of_fp32 = self._exchange.bytes_sent(0, next(iter(self._parameters.values())).device)
         self._before = self._exchange.state.snapshot()
         self._residuals = [{n: r.clone() for n, r in residuals.items()} for residuals in self._exchange.residuals]
@@ -80,7 +81,7 @@ class VirtualRanks:
     def close(self) -> None: ...
 
 
-class _Source:
+class _RankGradients:
     """Each rank's gradients in one step, kept or computed again."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], gradients: Gradients, keep: bool) -> None:
@@ -111,7 +112,7 @@ class _Source:
 
     def _set(self, values: list[Tensor]) -> None:
         if values:
-            torch._foreach_copy_(self._buffers, values)
+            compat.foreach_copy_(self._buffers, values)
 
     def finish(self) -> None:
         self._set(self._after)

@@ -5,7 +5,6 @@ global generator: whoever builds it seeds that first. Nothing in a forward pass 
 not have, so `.half()` or `.bfloat16()` is all that pure 16-bit training takes.
 """
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowp.names import did_you_mean
 from lowp.train.models.alexnet import alexnet
 from lowp.train.models.cnn import cnn
 from lowp.train.models.davidnet import davidnet
@@ -102,9 +102,7 @@ def _from_torchvision(name: str, classes: int, options: dict[str, Any]) -> nn.Mo
 def _known(name: str, known: dict[str, Callable[..., Any]], what: str) -> Callable[..., Any]:
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {_some(known)}, and module:function"
-    raise ValueError(f"unknown {what} {name!r}; {hint}")
+    raise ValueError(f"unknown {what} {name!r}; {did_you_mean(name, known, f'there are {_some(known)}, and module:function')}")
 
 
 def _some(names: Iterable[str]) -> str:

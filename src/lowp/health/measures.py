@@ -7,7 +7,6 @@ asks the device for a value, so a training step that is measured does not wait f
 Exponents, zeros and non-finite numbers are read from bits. The rounding itself is `lowp.quantize`.
 """
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
-from lowp.tensor.carrier import CARRIERS, FORMAT_OF_DTYPE, last_step
+from lowp.tensor.carrier import CARRIERS, FORMAT_OF_DTYPE
 from lowp.tensor.ops import quantize
+from lowp.tensor.overflow import overflows
 
 # Bins of the exponent histogram: float32 from its smallest subnormal to its largest number, and one bin at either end for what
 # only float64 reaches.
@@ -88,9 +88,8 @@ def _stride(count: int, most: int) -> int:
 def measure(numbers: Tensor, fmt: AnyFormat | None) -> Tensor:
     """Counts and sums for a sample of numbers, in the order of SUMS, EXTREMES and the exponents' bins.
 
-    Underflow is a non-zero number that rounds to zero. Overflow is a finite number that rounds to infinity or NaN; in formats
-    that have neither, one that rounds to the largest value though a further step of the same width would have been nearer.
-    Without a format nothing is rounded.
+    Underflow is a non-zero number that rounds to zero; overflow is what tensor/overflow.py says. Without a format nothing is
+    rounded.
     """
     numbers = numbers.reshape(-1) if not isinstance(fmt, BlockFormat) else numbers
     if numbers.dtype != torch.float64:
@@ -115,13 +114,10 @@ def _damage(numbers: Tensor, exact: Tensor, zero: Tensor, finite: Tensor, fmt: A
     rounded = quantize(numbers, fmt)
     magnitude = _magnitude(rounded)
     survives = finite & (magnitude < CARRIERS[numbers.dtype].infinity)
-    overflow = finite & ~survives
-    if limits := _limits(fmt):
-        overflow = overflow | (finite & ((exact <= limits[0]) | (exact >= limits[1])))
     underflow = finite & ~zero & (magnitude == 0)
     signal = torch.where(survives, exact, 0)
     noise = torch.where(survives, rounded.to(torch.float64) - exact, 0)
-    return [underflow.sum(), overflow.sum(), signal.square().sum(), noise.square().sum()]
+    return [underflow.sum(), overflows(numbers, fmt).sum(), signal.square().sum(), noise.square().sum()]
 
 
 def _magnitude(numbers: Tensor) -> Tensor:
@@ -149,17 +145,6 @@ def _exponents(magnitude: Tensor, carrier: Any, counted: Tensor) -> Tensor:
     bins = (exponent.clamp(LOWEST, HIGHEST) - LOWEST).to(torch.int64).reshape(-1)
     histogram = torch.zeros(BINS, dtype=torch.int64, device=magnitude.device)
     return histogram.scatter_add_(0, bins, counted.to(torch.int64).reshape(-1))  # bincount would wait for the device
-
-
-@functools.cache
-def _limits(fmt: AnyFormat) -> tuple[float, float] | None:
-    """From where on numbers overflow a format that has no value for it: half a step beyond its ends.
-
-    The scales of block formats follow the numbers, so there is no such place.
-    """
-    if isinstance(fmt, BlockFormat) or not math.isfinite(fmt.overflow):
-        return None
-    return fmt.min - last_step(fmt) / 2, fmt.max + last_step(fmt) / 2
 
 
 def merge(one: Tensor, other: Tensor) -> Tensor:
