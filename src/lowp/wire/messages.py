@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor import kernels
-from lowp.tensor.lists.parts import Kernel as PartsKernel
-from lowp.tensor.lists.parts import PartsFunction, PartTable
+from lowp.tensor.lists.parts import PartsFunction, PartsKernel, PartTable
 from lowp.tensor.noise import Domain, Noise, key_columns, words_of
 from lowp.wire.codec import Codec, PartLayout
 from lowp.wire.part_kernels import decode_function, encode_function, measure_function, peaks_function, round_function
@@ -40,7 +39,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(eq=False)
-class Group:
+class CodecGroup:
     """The segments of one codec."""
 
     codec: Codec
@@ -156,7 +155,7 @@ class Messages:
         self.parts = sum(len(shard.parts) for shard in self.shards)
         self.layers = 1 + max((part.layer for shard in self.shards for part in shard.parts), default=0)
         self.spans: list[tuple[int, int]] = []
-        self._groups: dict[Codec, Group] = {}
+        self._groups: dict[Codec, CodecGroup] = {}
         self._ones: dict[torch.device, Tensor] = {}
         self._zeros: dict[torch.device, Tensor] = {}
         index = start = begin = 0
@@ -177,7 +176,7 @@ class Messages:
             codec = codec_of(part)
             end = begin + codec.wire_bytes(part.size)
             segment = Segment(index + number, part, start + part.offset, begin, end)
-            self._groups.setdefault(codec, Group(codec)).segments.append(segment)
+            self._groups.setdefault(codec, CodecGroup(codec)).segments.append(segment)
             begin = end
         return begin
 
@@ -236,7 +235,7 @@ class Messages:
 
     def _encode_plainly(
         self,
-        group: Group,
+        group: CodecGroup,
         numbers: Tensor,
         out: Tensor,
         factors: Tensor | None,
@@ -285,7 +284,7 @@ class Messages:
         return found
 
     def _decode_plainly(
-        self, group: Group, source: Tensor, out: Tensor, factors: Tensor | None, divisor: int, messages: int, stride: int
+        self, group: CodecGroup, source: Tensor, out: Tensor, factors: Tensor | None, divisor: int, messages: int, stride: int
     ) -> None:
         for _, part, start, begin, end in group.segments:
             total = torch.empty(part.size, dtype=torch.float32, device=out.device)

@@ -34,7 +34,7 @@ LONGEST_BLOCK = 512  # elements: a tile has all of a block
 _MEASURED = 4 * LANES
 
 
-class _Shape(NamedTuple):
+class _TileShape(NamedTuple):
     """How a codec's tile looks: its elements; the block that shares a scale (0: none); the packed bits (0: whole bytes)."""
 
     element: Format
@@ -48,7 +48,7 @@ class _Shape(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _shape(codec: Codec) -> _Shape | None:
+def _shape(codec: Codec) -> _TileShape | None:
     """None where there is no kernel."""
     fmt = codec.format
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
@@ -57,22 +57,22 @@ def _shape(codec: Codec) -> _Shape | None:
         return None
     if block % LANES or block > LONGEST_BLOCK:
         return None
-    if isinstance(fmt, BlockFormat) and _block_program(codec) is None:  # by the integers of block.py
+    if isinstance(fmt, BlockFormat) and _block_program(codec) is None:  # only integers of 64 bits will do
         return None
     packed = element.bits % 8
     codes = group(packed)[0] if packed else 1
-    return _Shape(element, lcm(LANES * codes, block or LANES), block, packed)
+    return _TileShape(element, lcm(LANES * codes, block or LANES), block, packed)
 
 
 def _block_program(codec: Codec) -> BlockProgram | None:
     return block_program(codec.format, codec.rounding) if isinstance(codec.format, BlockFormat) else None
 
 
-def _numbers(shape: _Shape, dtype: torch.dtype) -> tuple[Stream, ...]:
+def _numbers(shape: _TileShape, dtype: torch.dtype) -> tuple[Stream, ...]:
     return tuple(Stream(dtype, NUMBERS, shape.tile, LANES * v, LANES * v, unit=dtype.itemsize) for v in shape.vectors)
 
 
-def _codes(shape: _Shape) -> tuple[Stream, ...]:
+def _codes(shape: _TileShape) -> tuple[Stream, ...]:
     """Where a tile's codes lie: whole bytes of each vector, then the packed bits of each group."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(shape.element.bits // 8)
     found = []
@@ -89,7 +89,7 @@ def _codes(shape: _Shape) -> tuple[Stream, ...]:
     return tuple(found)
 
 
-def _of_blocks(shape: _Shape, column: int) -> tuple[Stream, ...]:
+def _of_blocks(shape: _TileShape, column: int) -> tuple[Stream, ...]:
     blocks = shape.tile // shape.block
     return tuple(Stream(torch.int8, column, blocks, b, b * shape.block, of="tile") for b in range(blocks))
 
@@ -205,7 +205,7 @@ def encode_function(codec: Codec, dtype: torch.dtype) -> PartsFunction | None:
     return PartsFunction(each, _numbers(shape, dtype), tuple(stores), shape.tile, numbers, 1, tables)
 
 
-def _stored(codes: list[Tensor], shape: _Shape) -> list[Tensor]:
+def _stored(codes: list[Tensor], shape: _TileShape) -> list[Tensor]:
     """Vectors of int32 codes as `_codes` has them."""
     if not shape.packed:
         return codes
@@ -235,7 +235,7 @@ def _coder(fmt: Format, rounding: str) -> _Coder:
     return _Coder(fmt, rounding)
 
 
-def _blocks_of(shape: _Shape, vectors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+def _blocks_of(shape: _TileShape, vectors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
     """The largest finite magnitude of each block (float32), and its vectors."""
     step = shape.block // LANES
     found = []
@@ -246,7 +246,7 @@ def _blocks_of(shape: _Shape, vectors: Sequence[Tensor]) -> list[tuple[Tensor, l
     return found
 
 
-def _scaled_blocks(codec: Codec, shape: _Shape, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _scaled_blocks(codec: Codec, shape: _TileShape, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Numbers in units of their block's scale, and the blocks' header bytes. (A block that is not finite says so: 255.)"""
     scaled, headers = [], []
     step = shape.block // LANES
@@ -263,7 +263,7 @@ def _scaled_blocks(codec: Codec, shape: _Shape, x: list[Tensor]) -> tuple[list[T
 
 
 def _block_codes(
-    program: BlockProgram, shape: _Shape, x: list[Tensor], largest: Tensor | None, factor: Tensor
+    program: BlockProgram, shape: _TileShape, x: list[Tensor], largest: Tensor | None, factor: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Codes of a block format; the part's scale, where there is one, then the blocks'."""
     extra, tensor_scale = [], None
@@ -350,7 +350,7 @@ def decode_function(
     return PartsFunction(each, tuple(loads), _numbers(shape, dtype), shape.tile, 0, 1 + divides, tables, sum(wanted), finish)
 
 
-def _loaded(stored: Sequence[Tensor], shape: _Shape) -> list[Tensor]:
+def _loaded(stored: Sequence[Tensor], shape: _TileShape) -> list[Tensor]:
     if not shape.packed:
         return list(stored)
     if shape.element.bits < 8:

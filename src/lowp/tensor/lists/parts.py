@@ -81,7 +81,7 @@ class PartsFunction:
         finish = trace(self.finish, sums, self.numbers, self.of_layer, tables, device)
         return renamed(each, "a"), renamed(finish, "b"), tables
 
-    def kernel(self, device: torch.device, count: int) -> "Kernel | None":
+    def kernel(self, device: torch.device, count: int) -> "PartsKernel | None":
         """None where plain operations should serve: few elements so far, or no compiler."""
         return kernels.get_or_build(self, device, count, _build)
 
@@ -100,7 +100,7 @@ def renamed(program: Program, prefix: str) -> Program:
     return Program(elements, program.numbers, program.scalars, statements, results)
 
 
-class Kernel:
+class PartsKernel:
     """What a backend builds. Arrays: `source` is read, `target` written; both are addressed through the table."""
 
     def __call__(
@@ -119,14 +119,14 @@ class Kernel:
         raise NotImplementedError
 
 
-def _build(what: PartsFunction, device: torch.device) -> Kernel:
+def _build(what: PartsFunction, device: torch.device) -> PartsKernel:
     if device.type == "cpu":
-        from lowp.tensor.lists.parts_cpp import CppKernel
+        from lowp.tensor.lists.parts_cpp import CppPartsKernel
 
-        return CppKernel(what)
-    from lowp.tensor.lists.parts_triton import TritonKernel
+        return CppPartsKernel(what)
+    from lowp.tensor.lists.parts_triton import TritonPartsKernel
 
-    return TritonKernel(what, device)
+    return TritonPartsKernel(what, device)
 
 
 class PartTable:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.lists.parts import COUNT, CPU_ITEM, LANES, LAYER, Kernel, PartsFunction, PartTable, Stream
+from lowp.tensor.lists.parts import COUNT, CPU_ITEM, LANES, LAYER, PartsFunction, PartsKernel, PartTable, Stream
 from lowp.tensor.lists.trace import Program, Statement, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
@@ -32,14 +32,14 @@ extern "C" void run(const char* source, char* target, const int64_t* table, long
                     long messages, long message_stride, long threads) {"""
 
 
-class CppKernel(Kernel):
+class CppPartsKernel(PartsKernel):
     def __init__(self, what: PartsFunction) -> None:
         each, finish, tables = what.trace(torch.device("cpu"))
         self._what = what
         self._tables = tables
         self._addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64)
         self._tiles = max(1, CPU_ITEM // what.tile)
-        text = _Source(what, each, finish, [table.dtype for table in tables], self._tiles).text()
+        text = _CppParts(what, each, finish, [table.dtype for table in tables], self._tiles).text()
         try:
             self._run = cpp.build(text, _ARGUMENTS, ["-fopenmp"])
         except UnsafeCache:
@@ -77,7 +77,7 @@ class CppKernel(Kernel):
         )
 
 
-class _Source:
+class _CppParts:
     """The text, piece by piece."""
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.tensor.lists.parts import COUNT, CUDA_ITEM, LANES, LAYER, Kernel, PartsFunction, PartTable, Stream
+from lowp.tensor.lists.parts import COUNT, CUDA_ITEM, LANES, LAYER, PartsFunction, PartsKernel, PartTable, Stream
 from lowp.tensor.lists.trace import Program, Value
 from lowp.tensor.lists.triton import TYPES, build, expression
 
@@ -20,7 +20,7 @@ _STORED = {**TYPES, torch.bool: "tl.int8"}
 WARPS = 4
 
 
-class TritonKernel(Kernel):
+class TritonPartsKernel(PartsKernel):
     """Compiled for what is known of the addresses (`warmup`), and launched with addresses.
 
     Triton's `kernel[grid](...)` looks at every argument in every call, which takes longer than some launches' work.
@@ -39,7 +39,7 @@ class TritonKernel(Kernel):
         """The kernel for tables whose offsets are multiples of `alignment`, and arrays that begin at multiples of 16 bytes."""
         found = self._compiled.get((alignment, aligned))
         if found is None:
-            text = _Source(self._what, self._each, self._finish, len(self._tables), self._rows, alignment, aligned).text()
+            text = _TritonParts(self._what, self._each, self._finish, len(self._tables), self._rows, alignment, aligned).text()
             kinds = [torch.uint8, torch.uint8, torch.int64, 1, 1, torch.int32, torch.float32, 1, torch.int32, 1, 1]
             examples = [*kinds, *(table.dtype for table in self._tables)]
             with torch.cuda.device(self._device):
@@ -85,7 +85,7 @@ class TritonKernel(Kernel):
                 launch(*arguments)
 
 
-class _Source:
+class _TritonParts:
     """The text of a module with the kernel `run`, piece by piece."""
 
     def __init__(
