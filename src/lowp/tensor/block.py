@@ -8,8 +8,10 @@ What is not finite stays visible. An infinity stays one where elements have infi
 NaN where elements have one; else the scale's, and then the whole block is NaN; where neither has one, `quantize` returns NaN
 for that number alone, and `encode` refuses it or does what `nan=` says (its docstring has the table).
 
-All of this is done in integers, on the bits of float64 (exact.py). Power-of-two scales are added to exponents. Other quotients
-are cut off, and a last bit says so: rounded to an element, or to a scale, they give what the exact quotient gives.
+Here all of this is done in integers, on the bits of float64 (exact.py). Power-of-two scales are added to exponents. Other
+quotients are cut off, and a last bit says so: rounded to an element, or to a scale, they give what the exact quotient gives.
+Eager calls have a kernel where there is one (block_kernels.py): most formats, to nearest, in up to 32 bits. The rest, small
+tensors before it pays to compile, and whatever a compiler or a transform has to see, is computed with what is here.
 """
 
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from torch import Tensor
 from lowp.formats import BlockFormat, Format
 from lowp.formats.block import TENSOR_SCALE_BITS, significant_bits
 from lowp.formats.floats import FP32
+from lowp.tensor import block_kernels
 from lowp.tensor.carrier import CARRIERS, F64, exponent_below
 from lowp.tensor.core import (
     code_dtype,
@@ -35,8 +38,8 @@ from lowp.tensor.exact import FRACTION, LEADING, ONE, divide, multiply, multiply
 from lowp.tensor.inline import apply_inline as _apply
 from lowp.tensor.interchange import PAIRS, as_codes
 from lowp.tensor.noise import Noise
+from lowp.tensor.packing import check_packed, unpack
 from lowp.tensor.packing import pack as pack_codes
-from lowp.tensor.packing import unpack
 from lowp.tensor.table import bits_of_number
 
 _PIECE = (1 << 15) + 32  # elements for each thread; with 32768 or fewer torch does not use a second one
@@ -100,8 +103,11 @@ class _Cut:
         return of_blocks[(slice(None),) * self.axis + (numbers,)]
 
 
-def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool, axis: int, cuts: bool) -> Tensor:
-    """Round to the format, in x's dtype. `cuts`: see `_pieces`."""
+def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool, axis: int, eager: bool) -> Tensor:
+    """Round to the format, in x's dtype. `eager`: nobody has to see the operations, kernels and pieces of x will do."""
+    _Cut.of(x.shape, axis, fmt.size)
+    if eager and rounding == "nearest" and (done := block_kernels.quantize(x, fmt, saturate, axis)) is not None:
+        return done
     operation = quantize_operation(fmt.element, torch.float64, rounding, saturate, torch.float64)
     tensor_scale = _tensor_scale(x, fmt)
 
@@ -115,7 +121,7 @@ def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, sa
             values = torch.where(cut.spread(poisoned), torch.full_like(values, F64.nan), values)
         return (_narrow(values, x.dtype).reshape(piece.shape),)
 
-    return _in_pieces(rounded, (x.reshape(x.shape or (1,)),), noise, fmt, axis, cuts)[0].reshape(x.shape)
+    return _in_pieces(rounded, (x.reshape(x.shape or (1,)),), noise, fmt, axis, eager)[0].reshape(x.shape)
 
 
 def encode(
@@ -127,9 +133,12 @@ def encode(
     packed: bool,
     saturate: bool,
     axis: int,
-    cuts: bool,
+    eager: bool,
 ) -> BlockCodes:
     """Codes of elements (of x's shape, or packed along the axis) and of scales (one a block)."""
+    _Cut.of(x.shape, axis, fmt.size)
+    if eager and rounding == "nearest" and (found := block_kernels.encode(x, fmt, saturate, nan, packed, axis)) is not None:
+        return BlockCodes(*found)
     operation = encode_operation(fmt.element, torch.float64, rounding, saturate, "zero" if nan == "raise" else nan)
     tensor_scale = _tensor_scale(x, fmt)
 
@@ -144,7 +153,7 @@ def encode(
             code_dtype(fmt.scale)
         )
 
-    elements, scales = _in_pieces(codes, (x.reshape(x.shape or (1,)),), noise, fmt, axis, cuts)
+    elements, scales = _in_pieces(codes, (x.reshape(x.shape or (1,)),), noise, fmt, axis, eager)
     elements = elements.reshape(x.shape)
     if packed and fmt.element.bits < 8:
         elements = pack_codes(elements.movedim(axis, -1), fmt.element).movedim(-1, axis)
@@ -157,9 +166,9 @@ def _in_pieces(
     noise: Noise | None,
     fmt: BlockFormat,
     axis: int,
-    cuts: bool,
+    eager: bool,
 ) -> tuple[Tensor, ...]:
-    """`function(*tensors, noise)`, whole or, where it `cuts`, in pieces along the first dimension that stay in the cache.
+    """`function(*tensors, noise)`, whole or, where `eager`, in pieces along the first dimension that stay in the cache.
 
     A hundred operations on a tensor in memory take up to three times as long as on one in the processor's cache. The first of
     the tensors has elements, others have blocks.
@@ -167,7 +176,7 @@ def _in_pieces(
     x = tensors[0]
     unit = fmt.size if axis % x.dim() == 0 else 1  # rows that must not be parted
     rows = max(_PIECE * torch.get_num_threads() * x.shape[0] // max(x.numel(), 1) // unit, 1) * unit
-    if not cuts or x.device.type != "cpu" or rows >= x.shape[0]:
+    if not eager or x.device.type != "cpu" or rows >= x.shape[0]:
         return function(*tensors, noise)
     row = x.numel() // x.shape[0]
     results = []
@@ -178,7 +187,7 @@ def _in_pieces(
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | None, axis: int, cuts: bool) -> Tensor:
+def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | None, axis: int, eager: bool) -> Tensor:
     """The values, in `dtype`."""
     if not isinstance(codes, tuple) or len(codes) != 3:
         raise TypeError(f"codes of {fmt} are lowp.BlockCodes(elements, scales, tensor_scale), not {type(codes).__name__}")
@@ -188,16 +197,24 @@ def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | 
         raise TypeError(f"codes of {fmt} are {code_dtype(fmt.element)} elements and {code_dtype(fmt.scale)} scales")
     if codes.elements.dtype in PAIRS and size is None:
         size = 2 * elements.shape[axis]
+    shape = list(elements.shape)
     if size is not None:
-        elements = unpack(elements.movedim(axis, -1), fmt.element, size).movedim(-1, axis)
+        check_packed(elements.movedim(axis, -1), fmt.element, size)
+        shape[axis] = size
     if (codes.tensor_scale is None) == fmt.tensor_scale:
         raise ValueError(f"{fmt} {'needs a' if fmt.tensor_scale else 'has no'} tensor_scale")
     if codes.tensor_scale is not None and (codes.tensor_scale.dtype != torch.float32 or codes.tensor_scale.numel() != 1):
         raise ValueError(f"the tensor_scale of {fmt} is one float32 number")
-    cut = _Cut.of(elements.shape, axis, fmt.size)
+    cut = _Cut.of(tuple(shape), axis, fmt.size)
     expected = (*cut.shape[: cut.axis], cut.count, *cut.shape[cut.axis + 1 :])
     if scales.shape != expected:
         raise ValueError(f"{fmt} needs scales of shape {tuple(expected)} for these elements, not {tuple(scales.shape)}")
+    if eager:
+        done = block_kernels.decode(elements, scales, codes.tensor_scale, fmt, dtype, size, axis)
+        if done is not None:
+            return done
+    if size is not None:
+        elements = unpack(elements.movedim(axis, -1), fmt.element, size).movedim(-1, axis)
     whole = None if codes.tensor_scale is None else widen(codes.tensor_scale.reshape(()))
 
     def values(elements: Tensor, scales: Tensor, noise: None) -> tuple[Tensor]:
@@ -209,7 +226,7 @@ def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | 
         numbers = multiply_any(numbers, cut.spread(unit), significant_bits(fmt.element), _unit_width(fmt))
         return (_narrow(numbers, dtype).reshape(elements.shape),)
 
-    return _in_pieces(values, (elements.reshape(cut.shape), scales), None, fmt, axis, cuts)[0].reshape(elements.shape)
+    return _in_pieces(values, (elements.reshape(cut.shape), scales), None, fmt, axis, eager)[0].reshape(elements.shape)
 
 
 def _decoded(codes: Tensor, fmt: Format) -> Tensor:

@@ -139,7 +139,8 @@ class BlockProgram:
         """One divided by `unit`, for codes that `scale` returned."""
         if self.fmt.power_of_two_scale:
             return _power_of_two(self.fmt.scale.bias - code)  # type: ignore[operator]
-        return 1.0 / self.unit(code, tensor_scale)
+        unit = self.unit(code, tensor_scale)
+        return torch.ones_like(unit) / unit
 
     def code(self, x: Tensor, inverse: Tensor) -> Tensor:
         """float32, float16 or bfloat16 -> int32: the codes of elements (of `element.bits` bits)."""

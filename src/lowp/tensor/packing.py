@@ -50,8 +50,8 @@ def pack(codes: Tensor, format: "str | Format") -> Tensor:
     return stream.to(torch.uint8).flatten(-2)[..., : packed_size(count, bits)].contiguous()
 
 
-def unpack(packed: Tensor, format: "str | Format", size: int) -> Tensor:
-    """The first `size` codes of each packed row."""
+def check_packed(packed: Tensor, format: "str | Format", size: int) -> int:
+    """A clear error unless rows of `size` codes may be packed there; how many bits a code has."""
     bits = _sub_byte_bits(format)
     if packed.dtype != torch.uint8 or packed.dim() == 0:
         raise TypeError(f"packed codes are uint8 tensors of at least one dimension, not {packed.dtype}")
@@ -61,6 +61,12 @@ def unpack(packed: Tensor, format: "str | Format", size: int) -> Tensor:
         raise ValueError(
             f"{size} codes of {bits} bits are {packed_size(size, bits)} bytes a row, but the rows here have {packed.shape[-1]}"
         )
+    return bits
+
+
+def unpack(packed: Tensor, format: "str | Format", size: int) -> Tensor:
+    """The first `size` codes of each packed row."""
+    bits = check_packed(packed, format, size)
     if bits == 8:
         return packed.clone()
     per_group, group_bytes = group(bits)

@@ -1,0 +1,111 @@
+"""Eager calls of block formats: which of them a kernel serves, and the call.
+
+Numbers are seen as rows along the blocks' axis, which must be the last one of a contiguous tensor: others are copied. A kernel
+is built when kernels.py says so; until then, and for what has no kernel, the caller computes in integers (block.py).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowp.formats import BlockFormat
+from lowp.tensor import kernels
+from lowp.tensor.block_programs import block_program
+from lowp.tensor.block_stages import BlockOperation, block_operation
+from lowp.tensor.carrier import FORMAT_OF_DTYPE
+from lowp.tensor.core import code_dtype
+from lowp.tensor.packing import packed_size
+
+
+def quantize(x: Tensor, fmt: BlockFormat, saturate: bool, axis: int) -> Tensor | None:
+    """Numbers of the format to nearest, in x's dtype; None where no kernel is built."""
+    kernel = _kernel("quantize", fmt, x.dtype, saturate, "raise", False, x)
+    if kernel is None:
+        return None
+    rows = _rows(x, axis)
+    out = torch.empty_like(rows)
+    kernel(rows, out, None, None)
+    return _back(out, axis)
+
+
+def encode(
+    x: Tensor, fmt: BlockFormat, saturate: bool, nan: str, packed: bool, axis: int
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Codes of elements and of scales, and the tensor's scale; None where no kernel is built."""
+    packed = packed and fmt.element.bits < 8
+    kernel = _kernel("encode", fmt, x.dtype, saturate, nan, packed, x) if not packed or _packs(fmt) else None
+    if kernel is None:
+        return None
+    rows = _rows(x, axis)
+    *outer, length = rows.shape
+    taken = packed_size(length, fmt.element.bits) if packed else length
+    elements = torch.empty((*outer, taken), dtype=code_dtype(fmt.element), device=x.device)
+    scales = torch.empty((*outer, -(-length // fmt.size)), dtype=code_dtype(fmt.scale), device=x.device)
+    whole = torch.empty((), dtype=torch.int32, device=x.device).view(torch.float32) if fmt.tensor_scale else None
+    kernel(rows, elements, scales, whole)
+    return _back(elements, axis), _back(scales, axis), whole
+
+
+def decode(
+    elements: Tensor, scales: Tensor, whole: Tensor | None, fmt: BlockFormat, dtype: torch.dtype, size: int | None, axis: int
+) -> Tensor | None:
+    """Numbers in `dtype`; `size` is the length of what was packed. None where no kernel is built."""
+    packed = size is not None and fmt.element.bits < 8
+    kernel = _kernel("decode", fmt, dtype, True, "zero", packed, elements) if not packed or _packs(fmt) else None
+    if kernel is None:
+        return None
+    rows, of_blocks = _rows(elements, axis), _rows(scales, axis)
+    out = torch.empty((*rows.shape[:-1], size) if packed else rows.shape, dtype=dtype, device=elements.device)
+    kernel(out, rows, of_blocks, None if whole is None else whole.to(out.device))
+    return _back(out, axis)
+
+
+def _packs(fmt: BlockFormat) -> bool:
+    """Does every block begin with a byte of its own?"""
+    return fmt.size * fmt.element.bits % 8 == 0
+
+
+def _rows(x: Tensor, axis: int) -> Tensor:
+    return x.movedim(axis, -1).contiguous()
+
+
+def _back(rows: Tensor, axis: int) -> Tensor:
+    return rows.movedim(-1, axis).contiguous()
+
+
+def _kernel(
+    kind: str, fmt: BlockFormat, dtype: torch.dtype, saturate: bool, nan: str, packed: bool, like: Tensor
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None:
+    """The kernel for tensors like that one; it takes numbers, elements, scales and the tensor's scale."""
+    program = block_program(fmt, "nearest", saturate, nan) if dtype in FORMAT_OF_DTYPE else None
+    if program is None or like.numel() == 0 or like.dim() == 0:
+        return None
+    return kernels.get_or_build(block_operation(kind, program, dtype, packed), like.device, like.numel(), _build)
+
+
+def _build(operation: BlockOperation, device: torch.device) -> Callable[..., None]:
+    return _CppKernel(operation) if device.type == "cpu" else _TritonKernel(operation, device)
+
+
+class _CppKernel:
+    def __init__(self, operation: BlockOperation) -> None:
+        from lowp.tensor.lists import blocks  # what compiles is loaded when something is compiled
+
+        self._run = blocks.build(operation)
+
+    def __call__(self, numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None) -> None:
+        length = numbers.shape[-1]
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in (numbers, elements, scales, whole))
+        self._run(*addresses, numbers.numel() // length, length, torch.get_num_threads())
+
+
+class _TritonKernel:
+    def __init__(self, operation: BlockOperation, device: torch.device) -> None:
+        from lowp.tensor.lists import triton_blocks
+
+        self._run = triton_blocks.build(operation, device)
+
+    def __call__(self, numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None) -> None:
+        with torch.cuda.device(numbers.device):
+            self._run(numbers, elements, scales, whole)

@@ -1,0 +1,99 @@
+"""quantize, encode and decode of block formats as descriptions of kernels: what is computed, in stages.
+
+A stage is a traced function of stored bits: of a tensor (`tensor_scale_of`), of each block (`scale_of`, `unit_of`) or of each
+element (`element_of`, `value_of`). The loops around them are printed in C++ (lists/blocks.py) or Triton (lists/triton_blocks.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lowp.tensor.block_programs import BlockProgram
+from lowp.tensor.carrier import CARRIERS
+from lowp.tensor.core import code_storage
+from lowp.tensor.lists.trace import Element, Program, trace
+
+
+@dataclass(frozen=True, eq=False)
+class BlockOperation:
+    """One kernel: "quantize", "encode" or "decode" by a program, of numbers of `dtype`; are codes of elements packed?"""
+
+    kind: str
+    program: BlockProgram
+    dtype: torch.dtype
+    packed: bool = False
+
+    @property
+    def storage(self) -> torch.dtype:
+        return CARRIERS[self.dtype].storage
+
+    @property
+    def element_storage(self) -> torch.dtype:
+        return code_storage(self.program.fmt.element)
+
+    @property
+    def scale_storage(self) -> torch.dtype:
+        return code_storage(self.program.fmt.scale)
+
+    def stages(self, device: torch.device) -> dict[str, Program]:
+        """The functions, traced for a device."""
+
+        def stage(function: Callable[..., Sequence[Tensor]], *dtypes: torch.dtype) -> Program:
+            def call(*arguments: Tensor) -> Sequence[Tensor]:
+                return function(*arguments[: len(dtypes)])
+
+            return trace(call, [Element(dtype) for dtype in dtypes], 0, 0, [], device)
+
+        whole = [torch.float32] * self.program.fmt.tensor_scale
+        unit = torch.float32 if self.program.fmt.power_of_two_scale else torch.float64
+        if self.kind == "decode":
+            return {
+                "unit_of": stage(self._unit_of, self.scale_storage, *whole),
+                "value_of": stage(self._value_of, self.element_storage, unit),
+            }
+        found = {
+            "scale_of": stage(self._scale_of, torch.int32, torch.int32, *whole),
+            "element_of": stage(self._element_of, self.storage, unit, unit),
+        }
+        if self.program.fmt.tensor_scale:
+            found["tensor_scale_of"] = stage(self._tensor_scale_of, torch.int32)
+        return found
+
+    def _as_float32(self, magnitude: Tensor) -> Tensor:
+        """Magnitudes whose bits in `dtype` are given in int32."""
+        return CARRIERS[self.dtype].store(magnitude).view(self.dtype).to(torch.float32)
+
+    def _tensor_scale_of(self, largest: Tensor) -> list[Tensor]:
+        return [self.program.tensor_scale(self._as_float32(largest))]
+
+    def _scale_of(self, finite: Tensor, largest: Tensor, *whole: Tensor) -> list[Tensor]:
+        """Code of the scale, unit, inverse, and whether the block is all NaN, from a block's largest finite magnitude and its
+        largest magnitude of all."""
+        program = self.program
+        code = program.scale(self._as_float32(finite), *whole)
+        poisoned = torch.zeros_like(code, dtype=torch.bool)
+        if program.can_poison:
+            poisoned = program.is_poisoned(self._as_float32(largest).view(torch.int32))
+        marked = program.poisoned_code(code, poisoned)
+        return [marked.to(self.scale_storage), program.unit(code, *whole), program.inverse(code, *whole), poisoned]
+
+    def _element_of(self, stored: Tensor, unit: Tensor, inverse: Tensor) -> list[Tensor]:
+        x = stored.view(self.dtype)
+        if self.kind == "quantize":
+            return [self.program.rounded(x, unit, inverse).view(self.storage)]
+        return [self.program.code(x, inverse).to(self.element_storage)]
+
+    def _unit_of(self, code: Tensor, *whole: Tensor) -> list[Tensor]:
+        return [self.program.unit(code.to(torch.int32), *whole)]
+
+    def _value_of(self, code: Tensor, unit: Tensor) -> list[Tensor]:
+        return [self.program.value(code.to(torch.int32), unit, self.dtype).view(self.storage)]
+
+
+@lru_cache(maxsize=1024)
+def block_operation(kind: str, program: BlockProgram, dtype: torch.dtype, packed: bool = False) -> BlockOperation:
+    """The same object for the same arguments, by which its kernel is found."""
+    return BlockOperation(kind, program, dtype, packed)

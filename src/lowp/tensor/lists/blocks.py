@@ -1,0 +1,289 @@
+"""Block formats as C++: rows of numbers that are cut into blocks with a scale each, in one pass over memory.
+
+The arithmetic is traced (block_stages.py) and printed in vector types; the loops around it are written here. As many blocks as
+a vector has numbers are worked on together:
+
+1. the largest magnitude of each block;
+2. scales and units of all of them, one number of a vector for each block;
+3. the elements of one block after the other, whose second reading finds them in the cache.
+
+Codes of less than 8 bits may be packed on the way (`lowp.pack`'s order), eight at a time: one instruction gathers the low bits
+of eight bytes. Formats with a scale for the whole tensor look at all numbers first.
+"""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from lowp.tensor.block_stages import BlockOperation
+from lowp.tensor.carrier import CARRIERS
+from lowp.tensor.lists import cpp
+from lowp.tensor.lists.cache import UnsafeCache
+from lowp.tensor.lists.trace import Program
+from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
+
+_CHUNK = 1 << 12  # elements, about
+_WORTH_THREADS = 1 << 15  # elements
+
+_HELPERS = r"""
+INLINE int32_t largest_integer(i32 x) {
+#if defined(LONG_32)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__AVX2__) && LANES == 8
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E)); m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1));
+    return _mm_cvtsi128_si32(m);
+#else
+    int32_t top = 0; for (int l = 0; l < LANES; l++) top = x[l] > top ? x[l] : top; return top;
+#endif
+}
+INLINE uint64_t low_bits(uint64_t bytes) {  // of eight bytes, one after the other
+#if defined(__BMI2__)
+    return _pext_u64(bytes, ((1ull << BITS) - 1) * 0x0101010101010101ull);
+#else
+    uint64_t r = 0; for (int i = 0; i < 8; i++) r |= (bytes >> 8 * i & ((1ull << BITS) - 1)) << BITS * i; return r;
+#endif
+}
+INLINE uint64_t in_bytes(uint64_t bits) {
+#if defined(__BMI2__)
+    return _pdep_u64(bits, ((1ull << BITS) - 1) * 0x0101010101010101ull);
+#else
+    uint64_t r = 0; for (int i = 0; i < 8; i++) r |= (bits >> BITS * i & ((1ull << BITS) - 1)) << 8 * i; return r;
+#endif
+}
+INLINE uint64_t load_bits(const uint8_t* p) {  // BITS bytes; the pieces meet in a register, not in memory
+    uint32_t low; uint16_t high;
+    if (BITS == 4) { memcpy(&low, p, 4); return low; }
+    if (BITS == 6) { memcpy(&low, p, 4); memcpy(&high, p + 4, 2); return low | (uint64_t)high << 32; }
+    uint64_t r = 0; for (int i = 0; i < BITS; i++) r |= (uint64_t)p[i] << 8 * i; return r;
+}
+INLINE void store_bits(uint8_t* p, uint64_t bits) {
+    const uint32_t low = bits; const uint16_t high = bits >> 32;
+    if (BITS == 4) memcpy(p, &low, 4);
+    else if (BITS == 6) { memcpy(p, &low, 4); memcpy(p + 4, &high, 2); }
+    else for (int i = 0; i < BITS; i++) p[i] = bits >> 8 * i;
+}
+typedef uint64_t words __attribute__((vector_size(LANES)));
+INLINE void store_packed(uint8_t* p, i8 codes, long count) {
+    uint8_t part[LANES]; uint8_t* to = count == LANES ? p : part;
+    for (int i = 0; i < LANES / 8; i++) store_bits(to + BITS * i, low_bits(((words)codes)[i]));
+    if (count < LANES) memcpy(p, part, (count * BITS + 7) / 8);
+}
+INLINE i8 load_packed(const uint8_t* p, long count) {
+    uint8_t part[LANES] = {};
+    if (count < LANES) memcpy(part, p, (count * BITS + 7) / 8);
+    words r; for (int i = 0; i < LANES / 8; i++) r[i] = in_bytes(load_bits((count == LANES ? p : part) + BITS * i));
+    return (i8)r;
+}
+"""
+
+
+def build(operation: BlockOperation) -> Callable[..., None]:
+    """Compile an operation for a CPU: see `_Source.text` for the arguments of the result."""
+    text = _Source(operation).text()
+    try:
+        return cpp.build(text, _ARGUMENTS, ["-fopenmp"])
+    except UnsafeCache:
+        raise
+    except (RuntimeError, OSError):  # no OpenMP: to compile with, or to load
+        return cpp.build(text, _ARGUMENTS)
+
+
+_ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 3)
+
+
+class _Source:
+    """The text, piece by piece."""
+
+    def __init__(self, operation: BlockOperation) -> None:
+        self.operation = operation
+        self.printer = Printer()
+        self.stages = operation.stages(torch.device("cpu"))
+        wide = any(s.result.dtype.itemsize == 8 for stage in self.stages.values() for s in stage.statements)
+        self.lanes = 8 if wide else 16
+
+    def text(self) -> str:
+        """`run(numbers, elements, scales, whole, rows, length, threads)`: addresses of x or of the result, of the elements' and
+        the scales' codes, and of the tensor's own scale; how many rows there are and how long they are."""
+        fmt, number = self.operation.program.fmt, SCALARS[self.operation.storage]
+        element, scale = SCALARS[self.operation.element_storage], SCALARS[self.operation.scale_storage]
+        stages = {name: self._stage(name, stage) for name, stage in self.stages.items()}
+        # a register each, where they would be loaded again for every vector
+        constants = [f"const auto constant{place} = ::constant{place};" for place in self.printer.constants.values()]
+        body = self._decode() if self.operation.kind == "decode" else self._encode()
+        whole = self._tensor_scale(stages.pop("tensor_scale_of", []))
+        lines = [
+            f"#define BITS {min(fmt.element.bits, 8)}",
+            _HELPERS,
+            f'extern "C" void run({number}* numbers, {element}* elements, {scale}* scales, float* whole,',
+            "                    long rows, long length, long threads) {",
+            f"    const long width = {fmt.size}, in_row = (length + width - 1) / width, blocks = rows * in_row;",
+            f"    const long bytes_in_row = (length * {fmt.element.bits} + 7) / 8, even = length % width == 0;",
+            f"    const bool parallel = threads > 1 && rows * length >= {_WORTH_THREADS};",
+            f"    const long together = {max(_CHUNK // (self.lanes * fmt.size), 1)} * LANES;",
+            *(f"    {line}" for line in whole),
+            "    #pragma omp parallel for num_threads(threads) if(parallel)",
+            "    for (long chunk = 0; chunk < blocks; chunk += together) {",
+            "        const Subnormals subnormals;",
+            *(f"        {line}" for line in (*constants, *(line for lines in stages.values() for line in lines))),
+            "        const long end = chunk + together < blocks ? chunk + together : blocks;",
+            "        for (long first = chunk; first < end; first += LANES) {",
+            "            const long count = end - first < LANES ? end - first : LANES;",
+            "            const auto begin = [&](long b) __attribute__((always_inline)) {  // of a block's numbers",
+            "                return even ? b * width : b / in_row * length + b % in_row * width; };",
+            "            const auto packed_begin = [&](long b) __attribute__((always_inline)) {",
+            f"                return b / in_row * bytes_in_row + b % in_row * (width * {fmt.element.bits} / 8); }};",
+            "            const auto size = [&](long b) __attribute__((always_inline)) {",
+            "                return even || length - b % in_row * width > width ? width : length - b % in_row * width; };",
+            *(f"            {line}" for line in body),
+            "        }",
+            "    }",
+            "}",
+        ]
+        return "\n".join([preamble(self.lanes), *self.printer.declarations(), *lines])
+
+    def _stage(self, name: str, program: Program) -> list[str]:
+        """A traced function as one of C++ that writes its results to its last arguments."""
+        self.printer.begin()
+        taken = [f"const {TYPES[v.dtype]} {v.name}" for v in program.elements]
+        given = [f"{TYPES[v.dtype]}& result{i}" for i, v in enumerate(program.results)]
+        return [
+            f"const auto {name} = [&]({', '.join((*taken, *given))}) __attribute__((always_inline)) {{",
+            *(f"    const {TYPES[s.result.dtype]} {s.result.name} = {self.printer.expression(s)};" for s in program.statements),
+            *(f"    result{i} = {v.name};" for i, v in enumerate(program.results)),
+            "};",
+        ]
+
+    def _tensor_scale(self, stage: list[str]) -> list[str]:
+        """The tensor's own scale, found from all numbers (or given), as a vector."""
+        if not self.operation.program.fmt.tensor_scale:
+            return []
+        if self.operation.kind == "decode":
+            return ["const f32 tensor_scale = splat<f32>(*whole);"]
+        own, kind = CARRIERS[self.operation.dtype], TYPES[self.operation.storage]
+        return [
+            "int32_t most = 0;",
+            "const long all = rows * length, pieces = (all + 4095) / 4096;",
+            "#pragma omp parallel for num_threads(threads) if(parallel) reduction(max : most)",
+            "for (long piece = 0; piece < pieces; piece++) {",
+            "    const long end = piece * 4096 + 4096 < all ? piece * 4096 + 4096 : all;",
+            f"    {kind} top = {{}};",
+            "    const auto look = [&](long e, long count) __attribute__((always_inline)) {",
+            f"        const {kind} size = load<{kind}>(numbers + e, count) & {own.magnitude};",
+            f"        top = larger(top, size < {own.infinity} ? size : {kind}{{}}); }};",
+            "    long e = piece * 4096;",
+            "    for (; e + LANES <= end; e += LANES) look(e, LANES);",
+            "    if (e < end) look(e, end - e);",
+            "    const int32_t found = largest_integer(converted<i32>(top));",
+            "    most = found > most ? found : most;",
+            "}",
+            "f32 tensor_scale;",
+            "{",
+            "    const Subnormals subnormals;",
+            *(f"    {line}" for line in stage),
+            "    tensor_scale_of(splat<i32>(most), tensor_scale);",
+            "}",
+            "if (whole) *whole = tensor_scale[0];",
+        ]
+
+    @property
+    def _whole(self) -> str:
+        return ", tensor_scale" if self.operation.program.fmt.tensor_scale else ""
+
+    @property
+    def _place(self) -> str:
+        """Where the codes of block `first + b` begin."""
+        packed = "(uint8_t*)elements + packed_begin(first + b)"
+        return packed if self.operation.packed else "elements + begin(first + b)"
+
+    @property
+    def _byte(self) -> str:
+        """Of packed element `e`."""
+        return f"e * {self.operation.program.fmt.element.bits} / 8"
+
+    @property
+    def _stored(self) -> str:
+        packed = f"store_packed(target + {self._byte}, code, n);"
+        return packed if self.operation.packed else "store(target + e, code, n);"
+
+    def _encode(self) -> list[str]:
+        """quantize and encode: the largest numbers of blocks, their scales, their elements."""
+        operation = self.operation
+        own, kind = CARRIERS[operation.dtype], TYPES[operation.storage]
+        unit = "float" if operation.program.fmt.power_of_two_scale else "double"
+        vector = "f32" if unit == "float" else "f64"
+        lines = [
+            "int32_t most[LANES] = {}, finite[LANES] = {};",
+            "for (long b = 0; b < count; b++) {",
+            "    const auto numbers_of = numbers + begin(first + b);",
+            "    const long stop = size(first + b);",
+            f"    {kind} top = {{}};",
+            *_over_block(f"top = larger(top, load<{kind}>(numbers_of + e, n) & {own.magnitude});"),
+            "    most[b] = finite[b] = largest_integer(converted<i32>(top));",
+            f"    if (most[b] >= {own.infinity}) {{  // again, without what is not finite",
+            f"        top = {kind}{{}};",
+            *_over_block(
+                f"const {kind} size = load<{kind}>(numbers_of + e, n) & {own.magnitude}; "
+                f"top = larger(top, size < {own.infinity} ? size : {kind}{{}});"
+            ),
+            "        finite[b] = largest_integer(converted<i32>(top));",
+            "    }",
+            "}",
+            f"{unit} units[LANES], inverses[LANES];",
+            f"{{ i32 poisoned; {TYPES[operation.scale_storage]} codes; {vector} unit, inverse;",
+            f"  scale_of(load<i32>(finite, LANES), load<i32>(most, LANES){self._whole}, codes, unit, inverse, poisoned);",
+            "  store(units, unit, LANES); store(inverses, inverse, LANES); store(most, poisoned, LANES);",
+            "  if (scales) store(scales + first, codes, count); }",
+            "for (long b = 0; b < count; b++) {",
+            "    const auto numbers_of = numbers + begin(first + b);",
+            "    const long stop = size(first + b);",
+            f"    const {vector} unit = splat<{vector}>(units[b]), inverse = splat<{vector}>(inverses[b]);",
+        ]
+        load = f"load<{kind}>(numbers_of + e, n), unit, inverse"
+        if operation.kind == "quantize":
+            lines += [
+                f"    auto target = ({SCALARS[operation.storage]}*)elements + begin(first + b);",
+                "    if (most[b]) {",
+                f"        for (long e = 0; e < stop; e++) target[e] = {own.nan};",
+                "        continue;",
+                "    }",
+                *_over_block(f"{kind} result; element_of({load}, result); store(target + e, result, n);"),
+            ]
+        else:
+            lines += [
+                f"    auto target = {self._place};",
+                *_over_block(f"{TYPES[operation.element_storage]} code; element_of({load}, code); {self._stored}"),
+            ]
+        return [*lines, "}"]
+
+    def _decode(self) -> list[str]:
+        operation = self.operation
+        kind, code, scale = (TYPES[d] for d in (operation.storage, operation.element_storage, operation.scale_storage))
+        unit = "float" if operation.program.fmt.power_of_two_scale else "double"
+        vector = "f32" if unit == "float" else "f64"
+        load = f"load_packed(source + {self._byte}, n)" if operation.packed else f"load<{code}>(source + e, n)"
+        return [
+            f"{unit} units[LANES];",
+            f"{{ {vector} unit; unit_of(load<{scale}>(scales + first, count){self._whole}, unit);",
+            "  store(units, unit, LANES); }",
+            "for (long b = 0; b < count; b++) {",
+            f"    const auto source = {self._place};",
+            "    auto target = numbers + begin(first + b);",
+            "    const long stop = size(first + b);",
+            f"    const {vector} unit = splat<{vector}>(units[b]);",
+            *_over_block(f"{kind} value; value_of({load}, unit, value); store(target + e, value, n);"),
+            "}",
+        ]
+
+
+def _over_block(body: str) -> list[str]:
+    """A loop over the elements of a block, a vector at a time: `e` is where it begins, `n` how many there are."""
+    return [
+        "    {",
+        f"        const auto body = [&](long e, long n) __attribute__((always_inline)) {{ {body} }};",
+        "        long e = 0;",
+        "        for (; e + LANES <= stop; e += LANES) body(e, LANES);",
+        "        if (e < stop) body(e, stop - e);",
+        "    }",
+    ]
