@@ -1,7 +1,8 @@
 """quantize, encode and decode of block formats as descriptions of kernels: what is computed, in stages.
 
 A stage is a traced function of stored bits: of a tensor (`tensor_scale_of`), of each block (`scale_of`, `unit_of`) or of each
-element (`element_of`, `value_of`). The loops around them are printed in C++ (lists/blocks.py) or Triton (lists/triton_blocks.py).
+element (`element_of`, `value_of`). The loops around them are printed in C++ (lists/blocks.py) or in Triton
+(lists/triton_blocks.py).
 """
 
 from collections.abc import Callable, Sequence
