@@ -110,8 +110,11 @@ def source(operation: BlockOperation, device: torch.device) -> str:
         lines += [
             f"    byte = tl.arange(0, {width // per_group}) * {group_bytes}",
             "    packed = elements + packed_begin[:, None] + byte[None, :]",
-            f"    left = (size * {bits} + 7) // 8 - byte[None, :]  # bytes of the block from here on",
         ]
+        for i in range(group_bytes):  # masks that are the same for a whole row let it be read and written in long vectors
+            lines += [f"    there{i} = there[:, None]"]
+            lines += ["    if not EVEN:"] if width == fmt.size else ["    if True:"]
+            lines += [f"        there{i} = there[:, None] & (byte[None, :] + {i} < (size * {bits} + 7) // 8)"]
     lines += ["    " + line for line in (_decode(operation) if operation.kind == "decode" else _encode(operation))]
     return "\n".join(lines) + "\n"
 
@@ -172,7 +175,7 @@ def _pack(operation: BlockOperation) -> list[str]:
         names = [(f"{name}{i}", first + i * step, 2 * step) for name, first, step in names for i in (0, 1)]
     lines += [f"word = {' | '.join(f'({name} << {bits * first})' for name, first, _ in names)}"]
     for i in range(group_bytes):
-        lines += [f"tl.store(packed + {i}, (word >> {8 * i}).to(tl.int8), mask=there[:, None] & (left > {i}))"]
+        lines += [f"tl.store(packed + {i}, (word >> {8 * i}).to(tl.int8), mask=there{i})"]
     return lines
 
 
@@ -182,7 +185,7 @@ def _unpack(operation: BlockOperation) -> list[str]:
     word = "tl.int64" if group_bytes > 3 else "tl.int32"
     lines = [f"word = tl.zeros([BLOCKS, {_width(operation.program.fmt.size) // per_group}], {word})"]
     for i in range(group_bytes):
-        byte = f"tl.load(packed + {i}, mask=there[:, None] & (left > {i}), other=0)"
+        byte = f"tl.load(packed + {i}, mask=there{i}, other=0)"
         lines += [f"word |= ({byte}.to({word}) & 255) << {8 * i}"]
     names = [f"code{i}" for i in range(per_group)]
     lines += [f"code{i} = (word >> {bits * i} & {(1 << bits) - 1}).to(tl.int8)" for i in range(per_group)]
