@@ -49,15 +49,30 @@ class BlockOperation:
             return trace(call, [Element(dtype) for dtype in dtypes], 0, 0, [], device)
 
         whole = [torch.float32] * self.program.fmt.tensor_scale
-        unit = torch.float32 if self.program.fmt.power_of_two_scale else torch.float64
+        by_steps = self.program.few is not None and not self.program.fmt.power_of_two_scale and device.type == "cpu"
+        carry, element, value = (
+            (self._steps, self._element_by_steps, self._value_by_steps)
+            if by_steps
+            else (self._units, self._element_of, self._value_of)
+        )
+
+        def scale_of(*arguments: Tensor) -> list[Tensor]:
+            marked, poisoned, code = self._scale_of(*arguments)
+            return [marked, poisoned, *carry(code, *arguments[2:])]
+
+        def unit_of(code: Tensor, *whole: Tensor) -> list[Tensor]:
+            return carry(code.to(torch.int32), *whole)
+
         if self.kind == "decode":
+            of_blocks = stage(unit_of, self.scale_storage, *whole)
             return {
-                "unit_of": stage(self._unit_of, self.scale_storage, *whole),
-                "value_of": stage(self._value_of, self.element_storage, unit),
+                "unit_of": of_blocks,
+                "value_of": stage(value, self.element_storage, *(v.dtype for v in of_blocks.results)),
             }
+        of_blocks = stage(scale_of, torch.int32, torch.int32, *whole)
         found = {
-            "scale_of": stage(self._scale_of, torch.int32, torch.int32, *whole),
-            "element_of": stage(self._element_of, self.storage, unit, unit),
+            "scale_of": of_blocks,
+            "element_of": stage(element, self.storage, *(v.dtype for v in of_blocks.results[2:])),
         }
         if self.program.fmt.tensor_scale:
             found["tensor_scale_of"] = stage(self._tensor_scale_of, torch.int32)
@@ -70,16 +85,21 @@ class BlockOperation:
     def _tensor_scale_of(self, largest: Tensor) -> list[Tensor]:
         return [self.program.tensor_scale(self._as_float32(largest))]
 
-    def _scale_of(self, finite: Tensor, largest: Tensor, *whole: Tensor) -> list[Tensor]:
-        """Code of the scale, unit, inverse, and whether the block is all NaN, from a block's largest finite magnitude and its
-        largest magnitude of all."""
+    def _scale_of(self, finite: Tensor, largest: Tensor, *whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Stored code of the scale, whether the block is all NaN, and the code as if it were not, from a block's largest finite
+        magnitude and its largest magnitude of all."""
         program = self.program
         code = program.scale(self._as_float32(finite), *whole)
         poisoned = torch.zeros_like(code, dtype=torch.bool)
         if program.can_poison:
             poisoned = program.is_poisoned(self._as_float32(largest).view(torch.int32))
-        marked = program.poisoned_code(code, poisoned)
-        return [marked.to(self.scale_storage), program.unit(code, *whole), program.inverse(code, *whole), poisoned]
+        return program.poisoned_code(code, poisoned).to(self.scale_storage), poisoned, code
+
+    # What blocks hand to their elements: the unit and its inverse, or where few elements exist, all steps between them.
+
+    def _units(self, code: Tensor, *whole: Tensor) -> list[Tensor]:
+        unit = self.program.unit(code, *whole)
+        return [unit] if self.kind == "decode" else [unit, self.program.inverse(code, *whole)]
 
     def _element_of(self, stored: Tensor, unit: Tensor, inverse: Tensor) -> list[Tensor]:
         x = stored.view(self.dtype)
@@ -87,11 +107,23 @@ class BlockOperation:
             return [self.program.rounded(x, unit, inverse).view(self.storage)]
         return [self.program.code(x, inverse).to(self.element_storage)]
 
-    def _unit_of(self, code: Tensor, *whole: Tensor) -> list[Tensor]:
-        return [self.program.unit(code.to(torch.int32), *whole)]
-
     def _value_of(self, code: Tensor, unit: Tensor) -> list[Tensor]:
         return [self.program.value(code.to(torch.int32), unit, self.dtype).view(self.storage)]
+
+    def _steps(self, code: Tensor, *whole: Tensor) -> list[Tensor]:
+        unit = self.program.unit(code, *whole)
+        values = [] if self.kind == "encode" else self.program.multiples(unit, self.dtype)
+        return values if self.kind == "decode" else [*self.program.steps(unit, self.dtype), *values[1:]]
+
+    def _element_by_steps(self, stored: Tensor, *carried: Tensor) -> list[Tensor]:
+        x = stored.view(self.dtype)
+        if self.kind == "encode":
+            return [self.program.code_by_steps(x, carried).to(self.element_storage)]
+        half = len(carried) // 2
+        return [self.program.rounded_by_steps(x, carried[:half], carried[half:]).view(self.storage)]
+
+    def _value_by_steps(self, code: Tensor, *multiples: Tensor) -> list[Tensor]:
+        return [self.program.value_of_rank(code.to(self.storage), multiples, self.dtype).view(self.storage)]
 
 
 @lru_cache(maxsize=1024)

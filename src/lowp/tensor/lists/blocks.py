@@ -12,7 +12,7 @@ of eight bytes. Formats with a scale for the whole tensor look at all numbers fi
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.lists.trace import Program
+from lowp.tensor.lists.trace import Program, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _CHUNK = 1 << 12  # elements, about
@@ -211,8 +211,7 @@ class _Source:
         """quantize and encode: the largest numbers of blocks, their scales, their elements."""
         operation = self.operation
         own, kind = CARRIERS[operation.dtype], TYPES[operation.storage]
-        unit = "float" if operation.program.fmt.power_of_two_scale else "double"
-        vector = "f32" if unit == "float" else "f64"
+        declared, passed, kept, taken = _carried(self.stages["scale_of"].results[2:])
         lines = [
             "int32_t most[LANES] = {}, finite[LANES] = {};",
             "for (long b = 0; b < count; b++) {",
@@ -230,17 +229,17 @@ class _Source:
             "        finite[b] = largest_integer(converted<i32>(top));",
             "    }",
             "}",
-            f"{unit} units[LANES], inverses[LANES];",
-            f"{{ i32 poisoned; {TYPES[operation.scale_storage]} codes; {vector} unit, inverse;",
-            f"  scale_of(load<i32>(finite, LANES), load<i32>(most, LANES){self._whole}, codes, unit, inverse, poisoned);",
-            "  store(units, unit, LANES); store(inverses, inverse, LANES); store(most, poisoned, LANES);",
+            *declared,
+            f"{{ i32 poisoned; {TYPES[operation.scale_storage]} codes;",
+            f"  scale_of(load<i32>(finite, LANES), load<i32>(most, LANES){self._whole}, codes, poisoned{passed});",
+            "  store(most, poisoned, LANES);",
             "  if (scales) store(scales + first, codes, count); }",
             "for (long b = 0; b < count; b++) {",
             "    const auto numbers_of = numbers + begin(first + b);",
             "    const long stop = size(first + b);",
-            f"    const {vector} unit = splat<{vector}>(units[b]), inverse = splat<{vector}>(inverses[b]);",
+            *kept,
         ]
-        load = f"load<{kind}>(numbers_of + e, n), unit, inverse"
+        load = f"load<{kind}>(numbers_of + e, n){taken}"
         if operation.kind == "quantize":
             lines += [
                 f"    auto target = ({SCALARS[operation.storage]}*)elements + begin(first + b);",
@@ -260,19 +259,17 @@ class _Source:
     def _decode(self) -> list[str]:
         operation = self.operation
         kind, code, scale = (TYPES[d] for d in (operation.storage, operation.element_storage, operation.scale_storage))
-        unit = "float" if operation.program.fmt.power_of_two_scale else "double"
-        vector = "f32" if unit == "float" else "f64"
+        declared, passed, kept, taken = _carried(self.stages["unit_of"].results)
         load = f"load_packed(source + {self._byte}, n)" if operation.packed else f"load<{code}>(source + e, n)"
         return [
-            f"{unit} units[LANES];",
-            f"{{ {vector} unit; unit_of(load<{scale}>(scales + first, count){self._whole}, unit);",
-            "  store(units, unit, LANES); }",
+            *declared,
+            f"unit_of(load<{scale}>(scales + first, count){self._whole}{passed});",
             "for (long b = 0; b < count; b++) {",
             f"    const auto source = {self._place};",
             "    auto target = numbers + begin(first + b);",
             "    const long stop = size(first + b);",
-            f"    const {vector} unit = splat<{vector}>(units[b]);",
-            *_over_block(f"{kind} value; value_of({load}, unit, value); store(target + e, value, n);"),
+            *kept,
+            *_over_block(f"{kind} value; value_of({load}{taken}, value); store(target + e, value, n);"),
             "}",
         ]
 
@@ -287,3 +284,15 @@ def _over_block(body: str) -> list[str]:
         "        if (e < stop) body(e, stop - e);",
         "    }",
     ]
+
+
+def _carried(values: Sequence[Value]) -> tuple[list[str], str, list[str], str]:
+    """What the stage of elements gets from the stage of blocks: declarations, arguments of the one, a block's own numbers, and
+    arguments of the other."""
+    kinds = [TYPES[v.dtype] for v in values]
+    return (
+        [f"{kind} of_blocks{i};" for i, kind in enumerate(kinds)],
+        "".join(f", of_blocks{i}" for i in range(len(kinds))),
+        [f"    const {kind} own{i} = splat<{kind}>(of_blocks{i}[b]);" for i, kind in enumerate(kinds)],
+        "".join(f", own{i}" for i in range(len(kinds))),
+    )
