@@ -17,7 +17,8 @@ from lowp.tensor.lists import triton
 from lowp.tensor.lists.trace import Program
 from lowp.tensor.packing import group, packed_size
 
-_TILE = 2048  # elements
+_TILE = 2048  # elements of a program
+_EACH = 16  # elements of a thread
 _LONGEST = 8192  # elements of a block
 _MEASURED = 8192  # elements that a program looks at
 
@@ -46,7 +47,8 @@ def build(operation: BlockOperation, device: torch.device) -> Callable[[Tensor, 
     if fmt.tensor_scale and operation.kind != "decode":
         measure = triton.build(_HEAD + _MEASURE.format(magnitude=own.magnitude, infinity=own.infinity))
     together = max(1, _TILE // _width(fmt.size))
-    settings: dict[str, Any] = {"num_warps": 4 if fmt.size <= _TILE else 8, "enable_fp_fusion": False}
+    warps = min(max(together * _width(fmt.size) // (32 * _EACH), 1), 16)
+    settings: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
 
     def call(numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None) -> None:
         length, stored = numbers.shape[-1], numbers.view(own.storage)
