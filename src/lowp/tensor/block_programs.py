@@ -39,7 +39,7 @@ from lowp.formats.base import Rounding
 from lowp.formats.block import TENSOR_SCALE_BITS, significant_bits
 from lowp.formats.floats import FloatFormat
 from lowp.tensor import grid as grids
-from lowp.tensor.carrier import CARRIERS, F32, F64, FORMAT_OF_DTYPE, Carrier, exponent_below, grid_fits, is_grid
+from lowp.tensor.carrier import CARRIERS, F32, F64, Carrier, exponent_below, grid_fits, is_grid
 from lowp.tensor.table import bits_of_number
 
 
@@ -227,7 +227,9 @@ class BlockProgram:
             near = midpoint.to(torch.float32)
             over = near.to(torch.float64) >= midpoint if rank % 2 == 0 else near.to(torch.float64) > midpoint
             step = near.view(torch.int32) - over.to(torch.int32)
-            if dtype != torch.float32:
+            if dtype == torch.bfloat16:
+                step = step >> 16  # its upper half
+            elif dtype == torch.float16:
                 narrow = step.view(torch.float32).to(dtype)
                 step = _bits(narrow) - (narrow.to(torch.float32) > step.view(torch.float32)).to(torch.int32)
             steps.append(own.store(step))
@@ -275,9 +277,14 @@ class BlockProgram:
         if self.fmt.power_of_two_scale:
             return (number * unit).to(dtype)  # the product is exact
         exact = number.to(torch.float64) * unit
-        if dtype != torch.float32:
-            exact = grids.nearest_in_floats(exact, grids.grid(FORMAT_OF_DTYPE[dtype], F64, Rounding.NEAREST, False))
-        return exact.to(torch.float32).to(dtype)
+        near = exact.to(torch.float32)
+        if dtype == torch.float32:
+            return near
+        # To odd: toward zero, and the last bit says that something was cut off. float32 has so many bits more than the dtype,
+        # among subnormal numbers too, that rounding to nearest then sees what the exact product would show it.
+        size, wide = exact.abs(), near.abs().to(torch.float64)
+        cut = near.view(torch.int32) - (wide > size).to(torch.int32)
+        return (cut | (wide != size).to(torch.int32)).view(torch.float32).to(dtype)
 
 
 _NAN = F32.nan
