@@ -7,7 +7,7 @@ import torch
 
 import lowp
 from block_cases import DTYPES, FORMATS, check, numbers, same
-from lowp.tensor import block, kernels
+from lowp.tensor import block, block_steps, kernels
 from lowp.tensor.block_programs import BlockProgram, block_program
 from lowp.tensor.block_stages import BlockOperation
 
@@ -25,14 +25,13 @@ def by_program(program: BlockProgram, x: torch.Tensor) -> tuple[torch.Tensor, ..
     rounded, code = program.rounded(x, unit, inverse), program.code(x, inverse)
     marked = program.poisoned_code(scale, poisoned)
     value = program.value(code, program.unit(marked, *whole), x.dtype)
-    if program.few is not None:
-        unit = unit.double()
-        steps, multiples = program.steps(unit, x.dtype), program.multiples(unit, x.dtype)
-        same(program.rounded_by_steps(x, steps, multiples[1:]), rounded)
-        same(program.code_by_steps(x, steps).to(torch.int32), code)
-        multiples = program.multiples(program.unit(marked, *whole).double(), x.dtype)
-        if not program.fmt.power_of_two_scale:
-            same(program.value_of_rank(code.to(multiples[0].dtype), multiples, x.dtype), value)
+    if block_steps.suits(program.fmt):
+        scales = program.scale_value(scale), *whole, x.dtype
+        steps, multiples = block_steps.steps(program.fmt, *scales), block_steps.multiples(program.fmt, *scales)
+        same(block_steps.rounded(program, x, steps, multiples), rounded)
+        same(block_steps.code(program, x, steps).to(torch.int32), code)
+        multiples = block_steps.foreign_multiples(program.fmt, program.scale_value(marked), *whole, x.dtype)
+        same(block_steps.value(program, code.to(multiples[0].dtype), multiples, x.dtype), value)
     return torch.where(poisoned, torch.full_like(x, math.nan), rounded), code, marked, value
 
 
@@ -97,6 +96,14 @@ def test_foreign_scales(built):
     """Scales that other programs wrote: every code of the scale and of the element, and any scale of the tensor."""
     fmt = lowp.format("nvfp4")
     elements, scales = torch.arange(16, dtype=torch.uint8).repeat(256, 1), torch.arange(256).to(torch.uint8).view(256, 1)
-    for whole in (1.0, -0.3, 0.0, math.inf, -math.inf, math.nan, 1e-45, 3e38):
+    for whole in (1.0, 1.2345678, -0.3, 0.0, math.inf, -math.inf, math.nan, 1e-45, 1e-40, 3e38):
         codes = lowp.BlockCodes(elements, scales, torch.tensor(whole))
-        same(lowp.decode(codes, fmt), block.decode(codes, fmt, torch.float32, None, -1, False))
+        for dtype in (torch.float32, torch.bfloat16):
+            same(lowp.decode(codes, fmt, dtype=dtype), block.decode(codes, fmt, dtype, None, -1, False))
+
+
+def test_tiny_tensors(built):
+    """From where steps would not be exact on, and below."""
+    for exponent in (-90, -102, -103, -104, -105, -106, -120, -140):
+        x = torch.linspace(-1, 1, 64).view(2, 32) * 2.0**exponent
+        same(lowp.quantize(x, "nvfp4"), block.quantize(x, lowp.format("nvfp4"), "nearest", None, False, -1, False))

@@ -26,10 +26,8 @@ numbers stay on their side. `_snap_step` finds such a step, or that there is non
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -119,14 +117,14 @@ class BlockProgram:
 
     def unit(self, code: Tensor, tensor_scale: Tensor | None = None) -> Tensor:
         """int32 -> float32 for power-of-two scales, else float64: what the elements of a block count in."""
-        scale = self._scale_value(code)
+        scale = self.scale_value(code)
         if self.fmt.power_of_two_scale:
             return scale
         unit = scale.to(torch.float64)
         return unit if tensor_scale is None else unit * tensor_scale.to(torch.float64)
 
-    def _scale_value(self, code: Tensor) -> Tensor:
-        """Scales that other programs wrote, too: any code of the format."""
+    def scale_value(self, code: Tensor) -> Tensor:
+        """int32 -> float32: what any code of the scale's format stands for."""
         fmt = self.fmt.scale
         if is_grid(fmt):
             bits = grids.decode(code, grids.grid(fmt, F32, Rounding.NEAREST, False))
@@ -203,75 +201,6 @@ class BlockProgram:
         is_nan = (_bits(value) & target.magnitude) > target.infinity
         return _stored(torch.where(is_nan, nan, _bits(value)), target)
 
-    # Where few elements exist: a number is compared with every step between two of them, in its own stored integers. A block
-    # computes the steps once; an element takes two operations for each, and no float.
-
-    @cached_property
-    def few(self) -> list[float] | None:
-        """The magnitudes of elements from zero up, where there are at most eight and nothing else, as in e2m1fn."""
-        fmt = self.fmt.element
-        plain = isinstance(fmt, FloatFormat) and fmt.has_negative_zero and not fmt.has_inf and not fmt.has_nan
-        return [fmt.value(code) for code in range(fmt.max_code + 1)] if plain and fmt.bits <= 4 else None  # type: ignore[attr-defined]
-
-    def steps(self, unit: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """float64 -> `dtype`'s integers: the bits that a magnitude must exceed to be rounded up to each element.
-
-        The midpoint m * unit is exact in float64. The float32 number next to it is one bit too large where it exceeds the
-        midpoint, or is the midpoint and that is rounded up (to an even rank). What is true of float32 numbers is true of those
-        of a narrower dtype: their largest number that does not exceed the float32 one is the step.
-        """
-        assert self.few is not None
-        steps, own = [], CARRIERS[dtype]
-        for rank, (low, high) in enumerate(pairwise(self.few), 1):
-            midpoint = unit * ((low + high) / 2)
-            near = midpoint.to(torch.float32)
-            over = near.to(torch.float64) >= midpoint if rank % 2 == 0 else near.to(torch.float64) > midpoint
-            step = near.view(torch.int32) - over.to(torch.int32)
-            if dtype == torch.bfloat16:
-                step = step >> 16  # its upper half
-            elif dtype == torch.float16:
-                narrow = step.view(torch.float32).to(dtype)
-                step = _bits(narrow) - (narrow.to(torch.float32) > step.view(torch.float32)).to(torch.int32)
-            steps.append(own.store(step))
-        return steps
-
-    def multiples(self, unit: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """float64 -> `dtype`'s integers: the bits of each magnitude of elements times the unit, also of foreign units."""
-        assert self.few is not None
-        own = CARRIERS[dtype]
-        products = [_bits(self._product(torch.full_like(unit, n, dtype=torch.float32), unit, dtype)) for n in self.few]
-        nan = [torch.full_like(bits, own.nan) for bits in products]
-        return [own.store(torch.where((b & own.magnitude) > own.infinity, n, b)) for b, n in zip(products, nan, strict=True)]
-
-    def code_by_steps(self, x: Tensor, steps: Sequence[Tensor]) -> Tensor:
-        """`code`, in x's integers."""
-        own, stored = CARRIERS[x.dtype], x.view(CARRIERS[x.dtype].storage)
-        magnitude = stored & own.magnitude
-        code = _chosen(magnitude, steps, [torch.full_like(stored, rank) for rank in range(1, len(steps) + 1)])
-        code = code | ((stored >> (own.storage.itemsize * 8 - 1)) & (1 << self.fmt.element.bits - 1))
-        if self.nan == "saturate":
-            return code  # NaN exceeds every step
-        nan = magnitude > own.infinity if self.saturate else magnitude >= own.infinity
-        return torch.where(nan, torch.zeros_like(code), code)
-
-    def rounded_by_steps(self, x: Tensor, steps: Sequence[Tensor], multiples: Sequence[Tensor]) -> Tensor:
-        """`rounded`, with the multiples from the first above zero on."""
-        own, stored = CARRIERS[x.dtype], x.view(CARRIERS[x.dtype].storage)
-        magnitude = stored & own.magnitude
-        value = _chosen(magnitude, steps, multiples)
-        nan = magnitude > own.infinity if self.saturate else magnitude >= own.infinity
-        return (torch.where(nan, torch.full_like(stored, own.nan), value) | (stored & own.sign)).view(x.dtype)
-
-    def value_of_rank(self, code: Tensor, multiples: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """`value`, of codes in `dtype`'s integers."""
-        own, sign_bit = CARRIERS[dtype], 1 << self.fmt.element.bits - 1
-        rank = code & (sign_bit - 1)
-        value = multiples[0]
-        for number, multiple in enumerate(multiples[1:], 1):
-            value = torch.where(rank == number, multiple, value)
-        flipped = value ^ torch.where((code & sign_bit) != 0, torch.full_like(code, own.sign), torch.zeros_like(code))
-        return torch.where((value & own.magnitude) > own.infinity, value, flipped).view(dtype)
-
     def _product(self, number: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
         """Elements times their unit in `dtype`, rounded once."""
         if self.fmt.power_of_two_scale:
@@ -289,14 +218,6 @@ class BlockProgram:
 
 _NAN = F32.nan
 _SIGN = F32.sign
-
-
-def _chosen(magnitude: Tensor, steps: Sequence[Tensor], results: Sequence[Tensor]) -> Tensor:
-    """The result of the last step that a magnitude exceeds; zero if none."""
-    chosen = torch.zeros_like(magnitude)
-    for step, result in zip(steps, results, strict=True):
-        chosen = torch.where(magnitude > step, result, chosen)
-    return chosen
 
 
 def _bits(x: Tensor) -> Tensor:

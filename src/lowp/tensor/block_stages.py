@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lowp.tensor import block_steps
 from lowp.tensor.block_programs import BlockProgram
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import code_storage
@@ -49,7 +50,7 @@ class BlockOperation:
             return trace(call, [Element(dtype) for dtype in dtypes], 0, 0, [], device)
 
         whole = [torch.float32] * self.program.fmt.tensor_scale
-        by_steps = self.program.few is not None and not self.program.fmt.power_of_two_scale and device.type == "cpu"
+        by_steps = device.type == "cpu" and block_steps.suits(self.program.fmt)
         carry, element, value = (
             (self._steps, self._element_by_steps, self._value_by_steps)
             if by_steps
@@ -110,20 +111,28 @@ class BlockOperation:
     def _value_of(self, code: Tensor, unit: Tensor) -> list[Tensor]:
         return [self.program.value(code.to(torch.int32), unit, self.dtype).view(self.storage)]
 
-    def _steps(self, code: Tensor, *whole: Tensor) -> list[Tensor]:
-        unit = self.program.unit(code, *whole)
-        values = [] if self.kind == "encode" else self.program.multiples(unit, self.dtype)
-        return values if self.kind == "decode" else [*self.program.steps(unit, self.dtype), *values[1:]]
+    def _steps(self, code: Tensor, whole: Tensor) -> list[Tensor]:
+        fmt, scale = self.program.fmt, self.program.scale_value(code)
+        if self.kind == "decode":
+            return block_steps.foreign_multiples(fmt, scale, whole, self.dtype)
+        multiples = block_steps.multiples(fmt, scale, whole, self.dtype) if self.kind == "quantize" else []
+        return [*block_steps.steps(fmt, scale, whole, self.dtype), *multiples]
 
     def _element_by_steps(self, stored: Tensor, *carried: Tensor) -> list[Tensor]:
         x = stored.view(self.dtype)
         if self.kind == "encode":
-            return [self.program.code_by_steps(x, carried).to(self.element_storage)]
+            return [block_steps.code(self.program, x, carried).to(self.element_storage)]
         half = len(carried) // 2
-        return [self.program.rounded_by_steps(x, carried[:half], carried[half:]).view(self.storage)]
+        return [block_steps.rounded(self.program, x, carried[:half], carried[half:]).view(self.storage)]
 
     def _value_by_steps(self, code: Tensor, *multiples: Tensor) -> list[Tensor]:
-        return [self.program.value_of_rank(code.to(self.storage), multiples, self.dtype).view(self.storage)]
+        return [block_steps.value(self.program, code.to(self.storage), multiples, self.dtype).view(self.storage)]
+
+    @property
+    def lowest_whole(self) -> float | None:
+        """On a CPU: the least scale of a tensor that the kernel is exact with; None: any."""
+        rounds_once = self.kind == "decode" and self.dtype == torch.float32
+        return block_steps.lowest_whole(self.program.fmt) if block_steps.suits(self.program.fmt) and not rounds_once else None
 
 
 @lru_cache(maxsize=1024)

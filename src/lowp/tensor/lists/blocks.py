@@ -79,15 +79,17 @@ INLINE i8 load_packed(const uint8_t* p, long count) {
 """
 
 
-def build(operation: BlockOperation) -> Callable[..., None]:
+def build(operation: BlockOperation) -> Callable[..., int]:
     """Compile an operation for a CPU: see `_Source.text` for the arguments of the result."""
     text = _Source(operation).text()
     try:
-        return cpp.build(text, _ARGUMENTS, ["-fopenmp"])
+        run = cpp.build(text, _ARGUMENTS, ["-fopenmp"])
     except UnsafeCache:
         raise
     except (RuntimeError, OSError):  # no OpenMP: to compile with, or to load
-        return cpp.build(text, _ARGUMENTS)
+        run = cpp.build(text, _ARGUMENTS)
+    run.restype = ctypes.c_int
+    return run
 
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 3)
@@ -100,12 +102,15 @@ class _Source:
         self.operation = operation
         self.printer = Printer()
         self.stages = operation.stages(torch.device("cpu"))
-        wide = any(s.result.dtype.itemsize == 8 for stage in self.stages.values() for s in stage.statements)
+        # Vectors of 16 numbers of 64 bits would pass through memory. What is done once a block may do so.
+        element = self.stages["value_of" if operation.kind == "decode" else "element_of"]
+        wide = any(v.dtype.itemsize == 8 for v in (*element.elements, *(s.result for s in element.statements)))
         self.lanes = 8 if wide else 16
 
     def text(self) -> str:
         """`run(numbers, elements, scales, whole, rows, length, threads)`: addresses of x or of the result, of the elements' and
-        the scales' codes, and of the tensor's own scale; how many rows there are and how long they are."""
+        the scales' codes, and of the tensor's own scale; how many rows there are and how long they are. 0: nothing was done,
+        the tensor's scale is below `operation.lowest_whole` or not finite."""
         fmt, number = self.operation.program.fmt, SCALARS[self.operation.storage]
         element, scale = SCALARS[self.operation.element_storage], SCALARS[self.operation.scale_storage]
         stages = {name: self._stage(name, stage) for name, stage in self.stages.items()}
@@ -116,7 +121,7 @@ class _Source:
         lines = [
             f"#define BITS {min(fmt.element.bits, 8)}",
             _HELPERS,
-            f'extern "C" void run({number}* numbers, {element}* elements, {scale}* scales, float* whole,',
+            f'extern "C" int run({number}* numbers, {element}* elements, {scale}* scales, float* whole,',
             "                    long rows, long length, long threads) {",
             f"    const long width = {fmt.size}, in_row = (length + width - 1) / width, blocks = rows * in_row;",
             f"    const long bytes_in_row = (length * {fmt.element.bits} + 7) / 8, even = length % width == 0;",
@@ -139,6 +144,7 @@ class _Source:
             *(f"            {line}" for line in body),
             "        }",
             "    }",
+            "    return 1;",
             "}",
         ]
         return "\n".join([preamble(self.lanes), *self.printer.declarations(), *lines])
@@ -160,7 +166,7 @@ class _Source:
         if not self.operation.program.fmt.tensor_scale:
             return []
         if self.operation.kind == "decode":
-            return ["const f32 tensor_scale = splat<f32>(*whole);"]
+            return [*self._refuse("*whole"), "const f32 tensor_scale = splat<f32>(*whole);"]
         own, kind = CARRIERS[self.operation.dtype], TYPES[self.operation.storage]
         return [
             "int32_t most = 0;",
@@ -184,8 +190,13 @@ class _Source:
             *(f"    {line}" for line in stage),
             "    tensor_scale_of(splat<i32>(most), tensor_scale);",
             "}",
+            *self._refuse("tensor_scale[0]"),
             "if (whole) *whole = tensor_scale[0];",
         ]
+
+    def _refuse(self, whole: str) -> list[str]:
+        lowest = self.operation.lowest_whole
+        return [] if lowest is None else [f"if (!({whole} >= (float){lowest.hex()} && {whole} < INFINITY)) return 0;"]
 
     @property
     def _whole(self) -> str:
