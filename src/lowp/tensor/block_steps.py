@@ -80,8 +80,9 @@ def multiples(fmt: BlockFormat, scale: Tensor, whole: Tensor, dtype: torch.dtype
     for number in _magnitudes(fmt)[1:]:
         near, error = _product(number, scale, whole)
         if dtype != torch.float32:
-            cut = near.view(torch.int32) - (error < 0).to(torch.int32)
-            near = (cut | (error != 0).to(torch.int32)).view(torch.float32).to(dtype)
+            over = (error < 0).to(torch.int32)
+            inexact = over | (error > 0).to(torch.int32)  # not where the product is infinite, and its error NaN
+            near = (near.view(torch.int32) - over | inexact).view(torch.float32).to(dtype)
         found.append(near.view(own.storage))
     return found
 
