@@ -82,7 +82,9 @@ def _kernel(
     program = block_program(fmt, "nearest", saturate, nan) if dtype in FORMAT_OF_DTYPE else None
     if program is None or like.numel() == 0 or like.dim() == 0:
         return None
-    return kernels.get_or_build(block_operation(kind, program, dtype, packed), like.device, like.numel(), _build)
+    # At once where plain operations would be a hundred launches.
+    count = like.numel() if like.device.type == "cpu" else max(like.numel(), kernels.SMALL)
+    return kernels.get_or_build(block_operation(kind, program, dtype, packed), like.device, count, _build)
 
 
 def _build(operation: BlockOperation, device: torch.device) -> Callable[..., bool]:
