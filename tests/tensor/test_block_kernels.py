@@ -1,100 +1,109 @@
-"""Kernels of block formats against the integers of block.py, bit for bit, NaN's sign included."""
+"""Kernels of block formats against the integers of block.py, bit for bit. (test_blocks.py has these against the reference.)"""
 
 import math
-from functools import lru_cache
-from itertools import product
 
 import pytest
 import torch
 
 import lowp
-from lowp.formats.block import NAMES
-from lowp.tensor import block, kernels
-from lowp.tensor.block_programs import block_program
+from block_cases import DTYPES, FORMATS, check, numbers, same
+from lowp.tensor import block, block_steps, kernels
+from lowp.tensor.block_programs import BlockProgram, block_program
+from lowp.tensor.block_stages import BlockOperation
 
-OTHERS = (
-    *("block(int8, 64, fp32)", "block(e4m3fn, 5, bf16)", "block(int4, 16, e4m3finite)", "block(e3m0, 8, e5m0)"),
-    *("block(e4m3fnuz, 32, e5m2fnuz)", "block(int8, 16, e5m2, fp32)", "block(e3m4, 7, e4m0)", "block(int3, 8, fp16)"),
-)
-FORMATS = (*NAMES, *(lowp.format(text) for text in OTHERS))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+FLAGS = ((True, "zero"), (False, "raise"), (False, "saturate"))
 
 
-@lru_cache(maxsize=1)
-def numbers() -> torch.Tensor:
-    """float32: any bits; blocks of any exponent, wide and narrow; ties; what is tiny, huge, zero or not finite."""
-    draw = torch.Generator().manual_seed(0)
-
-    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=draw, dtype=torch.int64)
-
-    parts = [integers(-(2**31), 2**31, 4096).to(torch.int32).view(torch.float32)]
-    for binades in (1, 8, 40):
-        exponent = (integers(0, 255, 64, 1) - integers(0, binades + 1, 64, 64)).clamp(0, 254)
-        fraction = integers(0, 1 << 23, 64, 64)
-        fraction = torch.where(integers(0, 2, 64, 64) > 0, fraction >> 18 << 18, fraction)  # ties are among the short ones
-        bits = (integers(-1, 1, 64, 64) << 31) + (exponent << 23) + fraction
-        parts.append(bits.flatten().to(torch.int32).view(torch.float32))
-    usual, ties = torch.randn(1024, generator=draw), integers(-64, 64, 1024).float() / 8
-    special = usual.clone()
-    special[::77], special[5::101], special[7::111], special[9::59] = math.nan, math.inf, -math.inf, -math.nan
-    largest = torch.full((96,), torch.finfo(torch.float32).max)
-    parts += [usual, usual * 2.0**-140, usual * 2.0**-126, usual * 2.0**124, ties, ties * 2.0**-130, ties * 1.2345678]
-    return torch.cat([*parts, special, -torch.zeros(96), largest, torch.full((96,), 2.0**-149), torch.full((96,), math.inf)])
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(INTEGERS[x.dtype.itemsize])
-
-
-def check(x: torch.Tensor, fmt, saturate: bool, nan: str, axis: int = -1) -> None:
-    """The public functions, by kernels, against plain integers."""
-    found = lowp.quantize(x, fmt, saturate=saturate, axis=axis)
-    assert torch.equal(bits(found), bits(block.quantize(x, fmt, "nearest", None, saturate, axis, False)))
-    if nan == "raise" and not fmt.has_nan:
-        return
-    for pack in (False, True):
-        codes = lowp.encode(x, fmt, saturate=saturate, nan=nan, axis=axis, pack=pack)
-        wanted = block.encode(x, fmt, "nearest", None, nan, pack, saturate, axis, False)
-        for found, right in zip(codes, wanted, strict=True):
-            assert (found is None) == (right is None)
-            if found is not None:
-                assert found.dtype == right.dtype
-                assert found.shape == right.shape
-                assert torch.equal(bits(found), bits(right))
-        size = x.shape[axis] if pack and fmt.element.bits < 8 else None
-        found = lowp.decode(codes, fmt, dtype=x.dtype, size=size, axis=axis)
-        assert torch.equal(bits(found), bits(block.decode(wanted, fmt, x.dtype, size, axis, False)))
-
-
-@pytest.fixture
-def built(monkeypatch):
-    """Kernels at the first call; none may fail to be built."""
-    monkeypatch.setattr(kernels._state, "policy", "always")
-    yield
-    assert all(kernel is not None for kernel in kernels._state.kernels.values())
+def by_program(program: BlockProgram, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """quantize, codes of elements and scales, decode: a block in each row, in plain operations."""
+    magnitude = x.float().view(torch.int32) & 0x7FFFFFFF
+    finite = torch.where(magnitude < 0x7F800000, magnitude, 0).to(torch.int32)
+    whole = (program.tensor_scale(finite.amax().view(torch.float32)),) if program.fmt.tensor_scale else ()
+    scale = program.scale(finite.amax(1, keepdim=True).view(torch.float32), *whole)
+    unit, inverse = program.unit(scale, *whole), program.inverse(scale, *whole)
+    poisoned = program.is_poisoned(magnitude.amax(1, keepdim=True)) & program.can_poison
+    rounded, code = program.rounded(x, unit, inverse), program.code(x, inverse)
+    marked = program.poisoned_code(scale, poisoned)
+    value = program.value(code, program.unit(marked, *whole), x.dtype)
+    if block_steps.suits(program.fmt):
+        scales = program.scale_value(scale), *whole, x.dtype
+        steps, multiples = block_steps.steps(program.fmt, *scales), block_steps.multiples(program.fmt, *scales)
+        same(block_steps.rounded(program, x, steps, multiples), rounded)
+        same(block_steps.code(program, x, steps).to(torch.int32), code)
+        multiples = block_steps.foreign_multiples(program.fmt, program.scale_value(marked), *whole, x.dtype)
+        same(block_steps.value(program, code.to(multiples[0].dtype), multiples, x.dtype), value)
+    return torch.where(poisoned, torch.full_like(x, math.nan), rounded), code, marked, value
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_programs_equal_the_integers(fmt):
-    """As plain operations: every dtype, every way to treat what is not finite."""
-    whole = numbers()
-    for dtype, saturate, nan in product(DTYPES, (True, False), ("raise", "zero", "saturate")):
-        x = whole[: len(whole) // fmt.size * fmt.size].to(dtype).view(-1, fmt.size)
-        program = block_program(fmt, "nearest", saturate, nan)
-        magnitude = x.float().view(torch.int32) & 0x7FFFFFFF
-        finite = torch.where(magnitude < 0x7F800000, magnitude, 0).to(torch.int32)
-        scale = (program.tensor_scale(finite.amax().view(torch.float32)),) if fmt.tensor_scale else ()
-        code = program.scale(finite.amax(1, keepdim=True).view(torch.float32), *scale)
-        unit, inverse = program.unit(code, *scale), program.inverse(code, *scale)
-        poisoned = program.is_poisoned(magnitude.amax(1, keepdim=True)) & program.can_poison
-        rounded = torch.where(poisoned, torch.full_like(x, math.nan), program.rounded(x, unit, inverse))
-        assert torch.equal(bits(rounded), bits(block.quantize(x, fmt, "nearest", None, saturate, -1, False)))
-        wanted = block.encode(x, fmt, "nearest", None, nan, False, saturate, -1, False)
-        code = program.poisoned_code(code, poisoned)
-        elements = program.code(x, inverse)
-        assert torch.equal(code.to(wanted.scales.dtype), wanted.scales)
-        assert torch.equal(elements.to(wanted.elements.dtype), wanted.elements)
-        value = program.value(elements, program.unit(code, *scale), dtype)
-        assert torch.equal(bits(value), bits(block.decode(wanted, fmt, dtype, None, -1, False)))
+    for dtype in DTYPES:
+        x = numbers().to(dtype)
+        x = x[: len(x) // fmt.size * fmt.size].view(-1, fmt.size)
+        for saturate, nan in FLAGS:
+            rounded, code, scale, value = by_program(block_program(fmt, "nearest", saturate, nan), x)
+            same(rounded, block.quantize(x, fmt, "nearest", None, saturate, -1, False))
+            wanted = block.encode(x, fmt, "nearest", None, nan, False, saturate, -1, False)
+            same(code.to(wanted.elements.dtype), wanted.elements)
+            same(scale.to(wanted.scales.dtype), wanted.scales)
+            same(value, block.decode(wanted, fmt, dtype, None, -1, False))
+
+
+def test_formats_without_a_program():
+    for text in ("block(posit8, 16, e8m0fnu)", "block(nf4, 16, e4m3fn, fp32)", "block(fp16, 16, e8m0fnu)"):
+        assert block_program(lowp.format(text)) is None
+    assert block_program(lowp.format("mxfp4"), "stochastic") is None
+
+
+@pytest.fixture
+def built():
+    """Kernels at the first call; none may fail to be built."""
+    lowp.set_kernel_policy("always")
+    yield
+    found = [kernel for (operation, _), kernel in kernels._state.kernels.items() if isinstance(operation, BlockOperation)]
+    assert found
+    assert None not in found
+
+
+CASES = (  # packed or not: a kernel takes a second to build
+    ("mxfp8_e4m3", torch.float32, False, "raise", False),
+    ("mxfp6_e3m2", torch.bfloat16, True, "zero", True),
+    ("nvfp4", torch.float32, False, "raise", True),
+    ("block(int8, 16, e5m2, fp32)", torch.float16, False, "saturate", False),
+)
+
+
+@pytest.mark.parametrize(("name", "dtype", "saturate", "nan", "pack"), CASES, ids=[case[0] for case in CASES])
+def test_kernels_equal_the_integers(built, name, dtype, saturate, nan, pack):
+    fmt, x = lowp.format(name), numbers().to(dtype)
+    check(x, fmt, saturate, nan, packs=(pack,))
+    check(x[1:4000].view(3, 1333), fmt, saturate, nan, packs=(pack,))  # short last blocks, no alignment
+    check(x[:4000].view(4, 5, 200), fmt, saturate, nan, axis=1, packs=(pack,))
+    check(x[:4000].view(40, 100).t(), fmt, saturate, nan, packs=(pack,))
+    check(x[:7], fmt, saturate, nan, packs=(pack,))
+    check(x[:0].view(3, 0), fmt, saturate, nan, packs=(pack,))
+
+
+def test_kernels_of_odd_blocks(built):
+    x = numbers()[: 83 * 171].view(83, 171)
+    same(
+        lowp.quantize(x, "block(e4m3fn, 5, bf16)"),
+        block.quantize(x, lowp.format("block(e4m3fn, 5, bf16)"), "nearest", None, False, -1, False),
+    )
+
+
+def test_foreign_scales(built):
+    """Scales that other programs wrote: every code of the scale and of the element, and any scale of the tensor."""
+    fmt = lowp.format("nvfp4")
+    elements, scales = torch.arange(16, dtype=torch.uint8).repeat(256, 1), torch.arange(256).to(torch.uint8).view(256, 1)
+    for whole in (1.0, 1.2345678, -0.3, 0.0, math.inf, -math.inf, math.nan, 1e-45, 1e-40, 3e38):
+        codes = lowp.BlockCodes(elements, scales, torch.tensor(whole))
+        for dtype in (torch.float32, torch.bfloat16):
+            same(lowp.decode(codes, fmt, dtype=dtype), block.decode(codes, fmt, dtype, None, -1, False))
+
+
+def test_tiny_tensors(built):
+    """From where steps would not be exact on, and below."""
+    for exponent in (-90, -102, -103, -104, -105, -106, -120, -140):
+        x = torch.linspace(-1, 1, 64).view(2, 32) * 2.0**exponent
+        same(lowp.quantize(x, "nvfp4"), block.quantize(x, lowp.format("nvfp4"), "nearest", None, False, -1, False))

@@ -25,8 +25,7 @@ def quantize(x: Tensor, fmt: BlockFormat, saturate: bool, axis: int) -> Tensor |
         return None
     rows = _rows(x, axis)
     out = torch.empty_like(rows)
-    kernel(rows, out, None, None)
-    return _back(out, axis)
+    return _back(out, axis) if kernel(rows, out, None, None) else None
 
 
 def encode(
@@ -43,7 +42,8 @@ def encode(
     elements = torch.empty((*outer, taken), dtype=code_dtype(fmt.element), device=x.device)
     scales = torch.empty((*outer, -(-length // fmt.size)), dtype=code_dtype(fmt.scale), device=x.device)
     whole = torch.empty((), dtype=torch.int32, device=x.device).view(torch.float32) if fmt.tensor_scale else None
-    kernel(rows, elements, scales, whole)
+    if not kernel(rows, elements, scales, whole):
+        return None
     return _back(elements, axis), _back(scales, axis), whole
 
 
@@ -57,8 +57,8 @@ def decode(
         return None
     rows, of_blocks = _rows(elements, axis), _rows(scales, axis)
     out = torch.empty((*rows.shape[:-1], size) if packed else rows.shape, dtype=dtype, device=elements.device)
-    kernel(out, rows, of_blocks, None if whole is None else whole.to(out.device))
-    return _back(out, axis)
+    done = kernel(out, rows, of_blocks, None if whole is None else whole.to(out.device))
+    return _back(out, axis) if done else None
 
 
 def _packs(fmt: BlockFormat) -> bool:
@@ -76,15 +76,18 @@ def _back(rows: Tensor, axis: int) -> Tensor:
 
 def _kernel(
     kind: str, fmt: BlockFormat, dtype: torch.dtype, saturate: bool, nan: str, packed: bool, like: Tensor
-) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None:
-    """The kernel for tensors like that one; it takes numbers, elements, scales and the tensor's scale."""
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], bool] | None:
+    """The kernel for tensors like that one; it takes numbers, elements, scales and the tensor's scale. It returns False where
+    the numbers are so small that it could not be exact (nvfp4 on a CPU, nothing above 2^-104): integers serve then."""
     program = block_program(fmt, "nearest", saturate, nan) if dtype in FORMAT_OF_DTYPE else None
     if program is None or like.numel() == 0 or like.dim() == 0:
         return None
-    return kernels.get_or_build(block_operation(kind, program, dtype, packed), like.device, like.numel(), _build)
+    # At once where plain operations would be a hundred launches.
+    count = like.numel() if like.device.type == "cpu" else max(like.numel(), kernels.SMALL)
+    return kernels.get_or_build(block_operation(kind, program, dtype, packed), like.device, count, _build)
 
 
-def _build(operation: BlockOperation, device: torch.device) -> Callable[..., None]:
+def _build(operation: BlockOperation, device: torch.device) -> Callable[..., bool]:
     return _CppKernel(operation) if device.type == "cpu" else _TritonKernel(operation, device)
 
 
@@ -94,10 +97,10 @@ class _CppKernel:
 
         self._run = blocks.build(operation)
 
-    def __call__(self, numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None) -> None:
+    def __call__(self, numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None) -> bool:
         length = numbers.shape[-1]
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in (numbers, elements, scales, whole))
-        self._run(*addresses, numbers.numel() // length, length, torch.get_num_threads())
+        return self._run(*addresses, numbers.numel() // length, length, torch.get_num_threads()) == 1
 
 
 class _TritonKernel:
@@ -106,6 +109,7 @@ class _TritonKernel:
 
         self._run = triton_blocks.build(operation, device)
 
-    def __call__(self, numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None) -> None:
+    def __call__(self, numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None) -> bool:
         with torch.cuda.device(numbers.device):
             self._run(numbers, elements, scales, whole)
+        return True

@@ -37,7 +37,7 @@ from lowp.formats.base import Rounding
 from lowp.formats.block import TENSOR_SCALE_BITS, significant_bits
 from lowp.formats.floats import FloatFormat
 from lowp.tensor import grid as grids
-from lowp.tensor.carrier import CARRIERS, F32, F64, FORMAT_OF_DTYPE, Carrier, exponent_below, grid_fits, is_grid
+from lowp.tensor.carrier import CARRIERS, F32, F64, Carrier, exponent_below, grid_fits, is_grid
 from lowp.tensor.table import bits_of_number
 
 
@@ -117,14 +117,14 @@ class BlockProgram:
 
     def unit(self, code: Tensor, tensor_scale: Tensor | None = None) -> Tensor:
         """int32 -> float32 for power-of-two scales, else float64: what the elements of a block count in."""
-        scale = self._scale_value(code)
+        scale = self.scale_value(code)
         if self.fmt.power_of_two_scale:
             return scale
         unit = scale.to(torch.float64)
         return unit if tensor_scale is None else unit * tensor_scale.to(torch.float64)
 
-    def _scale_value(self, code: Tensor) -> Tensor:
-        """Scales that other programs wrote, too: any code of the format."""
+    def scale_value(self, code: Tensor) -> Tensor:
+        """int32 -> float32: what any code of the scale's format stands for."""
         fmt = self.fmt.scale
         if is_grid(fmt):
             bits = grids.decode(code, grids.grid(fmt, F32, Rounding.NEAREST, False))
@@ -206,9 +206,14 @@ class BlockProgram:
         if self.fmt.power_of_two_scale:
             return (number * unit).to(dtype)  # the product is exact
         exact = number.to(torch.float64) * unit
-        if dtype != torch.float32:
-            exact = grids.nearest_in_floats(exact, grids.grid(FORMAT_OF_DTYPE[dtype], F64, Rounding.NEAREST, False))
-        return exact.to(torch.float32).to(dtype)
+        near = exact.to(torch.float32)
+        if dtype == torch.float32:
+            return near
+        # To odd: toward zero, and the last bit says that something was cut off. float32 has so many bits more than the dtype,
+        # among subnormal numbers too, that rounding to nearest then sees what the exact product would show it.
+        size, wide = exact.abs(), near.abs().to(torch.float64)
+        cut = near.view(torch.int32) - (wide > size).to(torch.int32)
+        return (cut | (wide != size).to(torch.int32)).view(torch.float32).to(dtype)
 
 
 _NAN = F32.nan

@@ -1,7 +1,8 @@
 """quantize, encode and decode of block formats as descriptions of kernels: what is computed, in stages.
 
 A stage is a traced function of stored bits: of a tensor (`tensor_scale_of`), of each block (`scale_of`, `unit_of`) or of each
-element (`element_of`, `value_of`). The loops around them are printed in C++ (lists/blocks.py) or Triton (lists/triton_blocks.py).
+element (`element_of`, `value_of`). The loops around them are printed in C++ (lists/blocks.py) or in Triton
+(lists/triton_blocks.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lowp.tensor import block_steps
 from lowp.tensor.block_programs import BlockProgram
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import code_storage
@@ -48,15 +50,30 @@ class BlockOperation:
             return trace(call, [Element(dtype) for dtype in dtypes], 0, 0, [], device)
 
         whole = [torch.float32] * self.program.fmt.tensor_scale
-        unit = torch.float32 if self.program.fmt.power_of_two_scale else torch.float64
+        by_steps = device.type == "cpu" and block_steps.suits(self.program.fmt)
+        carry, element, value = (
+            (self._steps, self._element_by_steps, self._value_by_steps)
+            if by_steps
+            else (self._units, self._element_of, self._value_of)
+        )
+
+        def scale_of(*arguments: Tensor) -> list[Tensor]:
+            marked, poisoned, code = self._scale_of(*arguments)
+            return [marked, poisoned, *carry(code, *arguments[2:])]
+
+        def unit_of(code: Tensor, *whole: Tensor) -> list[Tensor]:
+            return carry(code.to(torch.int32), *whole)
+
         if self.kind == "decode":
+            of_blocks = stage(unit_of, self.scale_storage, *whole)
             return {
-                "unit_of": stage(self._unit_of, self.scale_storage, *whole),
-                "value_of": stage(self._value_of, self.element_storage, unit),
+                "unit_of": of_blocks,
+                "value_of": stage(value, self.element_storage, *(v.dtype for v in of_blocks.results)),
             }
+        of_blocks = stage(scale_of, torch.int32, torch.int32, *whole)
         found = {
-            "scale_of": stage(self._scale_of, torch.int32, torch.int32, *whole),
-            "element_of": stage(self._element_of, self.storage, unit, unit),
+            "scale_of": of_blocks,
+            "element_of": stage(element, self.storage, *(v.dtype for v in of_blocks.results[2:])),
         }
         if self.program.fmt.tensor_scale:
             found["tensor_scale_of"] = stage(self._tensor_scale_of, torch.int32)
@@ -69,16 +86,21 @@ class BlockOperation:
     def _tensor_scale_of(self, largest: Tensor) -> list[Tensor]:
         return [self.program.tensor_scale(self._as_float32(largest))]
 
-    def _scale_of(self, finite: Tensor, largest: Tensor, *whole: Tensor) -> list[Tensor]:
-        """Code of the scale, unit, inverse, and whether the block is all NaN, from a block's largest finite magnitude and its
-        largest magnitude of all."""
+    def _scale_of(self, finite: Tensor, largest: Tensor, *whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Stored code of the scale, whether the block is all NaN, and the code as if it were not, from a block's largest finite
+        magnitude and its largest magnitude of all."""
         program = self.program
         code = program.scale(self._as_float32(finite), *whole)
         poisoned = torch.zeros_like(code, dtype=torch.bool)
         if program.can_poison:
             poisoned = program.is_poisoned(self._as_float32(largest).view(torch.int32))
-        marked = program.poisoned_code(code, poisoned)
-        return [marked.to(self.scale_storage), program.unit(code, *whole), program.inverse(code, *whole), poisoned]
+        return program.poisoned_code(code, poisoned).to(self.scale_storage), poisoned, code
+
+    # What blocks hand to their elements: the unit and its inverse, or where few elements exist, all steps between them.
+
+    def _units(self, code: Tensor, *whole: Tensor) -> list[Tensor]:
+        unit = self.program.unit(code, *whole)
+        return [unit] if self.kind == "decode" else [unit, self.program.inverse(code, *whole)]
 
     def _element_of(self, stored: Tensor, unit: Tensor, inverse: Tensor) -> list[Tensor]:
         x = stored.view(self.dtype)
@@ -86,11 +108,31 @@ class BlockOperation:
             return [self.program.rounded(x, unit, inverse).view(self.storage)]
         return [self.program.code(x, inverse).to(self.element_storage)]
 
-    def _unit_of(self, code: Tensor, *whole: Tensor) -> list[Tensor]:
-        return [self.program.unit(code.to(torch.int32), *whole)]
-
     def _value_of(self, code: Tensor, unit: Tensor) -> list[Tensor]:
         return [self.program.value(code.to(torch.int32), unit, self.dtype).view(self.storage)]
+
+    def _steps(self, code: Tensor, whole: Tensor) -> list[Tensor]:
+        fmt, scale = self.program.fmt, self.program.scale_value(code)
+        if self.kind == "decode":
+            return block_steps.foreign_multiples(fmt, scale, whole, self.dtype)
+        multiples = block_steps.multiples(fmt, scale, whole, self.dtype) if self.kind == "quantize" else []
+        return [*block_steps.steps(fmt, scale, whole, self.dtype), *multiples]
+
+    def _element_by_steps(self, stored: Tensor, *carried: Tensor) -> list[Tensor]:
+        x = stored.view(self.dtype)
+        if self.kind == "encode":
+            return [block_steps.code(self.program, x, carried).to(self.element_storage)]
+        half = len(carried) // 2
+        return [block_steps.rounded(self.program, x, carried[:half], carried[half:]).view(self.storage)]
+
+    def _value_by_steps(self, code: Tensor, *multiples: Tensor) -> list[Tensor]:
+        return [block_steps.value(self.program, code.to(self.storage), multiples, self.dtype).view(self.storage)]
+
+    @property
+    def lowest_whole(self) -> float | None:
+        """On a CPU: the least scale of a tensor that the kernel is exact with; None: any."""
+        rounds_once = self.kind == "decode" and self.dtype == torch.float32
+        return block_steps.lowest_whole(self.program.fmt) if block_steps.suits(self.program.fmt) and not rounds_once else None
 
 
 @lru_cache(maxsize=1024)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
-from lowp.tensor.carrier import CARRIERS
+from lowp.tensor.block_programs import block_program
+from lowp.tensor.carrier import CARRIERS, FORMAT_OF_DTYPE
 from lowp.tensor.inductor import tell_inductor
 from lowp.tensor.noise import Domain, Noise
 from lowp.tensor.ops import quantize
@@ -38,7 +39,10 @@ _LIBRARY.define(
 
 
 def suits(x: Tensor, format: AnyFormat, rounding: str) -> bool:
-    """Is one node better than its operations, in a graph that is being compiled? On a GPU those that inductor can fuse are."""
+    """Is one node better than its operations, in a graph that is being compiled? On a GPU those that inductor can fuse are, and
+    those of blocks that have a kernel."""
+    if isinstance(format, BlockFormat) and x.dtype in FORMAT_OF_DTYPE and block_program(format, rounding) is not None:
+        return True
     operation = pointwise(str(format), rounding, x.dtype) if x.dtype in CARRIERS else None
     return x.device.type == "cpu" or (operation is not None and not operation.tables)
 

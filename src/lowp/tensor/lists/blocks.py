@@ -12,7 +12,7 @@ of eight bytes. Formats with a scale for the whole tensor look at all numbers fi
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.lists.trace import Program
+from lowp.tensor.lists.trace import Program, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _CHUNK = 1 << 12  # elements, about
@@ -79,15 +79,17 @@ INLINE i8 load_packed(const uint8_t* p, long count) {
 """
 
 
-def build(operation: BlockOperation) -> Callable[..., None]:
+def build(operation: BlockOperation) -> Callable[..., int]:
     """Compile an operation for a CPU: see `_Source.text` for the arguments of the result."""
     text = _Source(operation).text()
     try:
-        return cpp.build(text, _ARGUMENTS, ["-fopenmp"])
+        run = cpp.build(text, _ARGUMENTS, ["-fopenmp"])
     except UnsafeCache:
         raise
     except (RuntimeError, OSError):  # no OpenMP: to compile with, or to load
-        return cpp.build(text, _ARGUMENTS)
+        run = cpp.build(text, _ARGUMENTS)
+    run.restype = ctypes.c_int
+    return run
 
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 3)
@@ -100,12 +102,15 @@ class _Source:
         self.operation = operation
         self.printer = Printer()
         self.stages = operation.stages(torch.device("cpu"))
-        wide = any(s.result.dtype.itemsize == 8 for stage in self.stages.values() for s in stage.statements)
+        # Vectors of 16 numbers of 64 bits would pass through memory. What is done once a block may do so.
+        element = self.stages["value_of" if operation.kind == "decode" else "element_of"]
+        wide = any(v.dtype.itemsize == 8 for v in (*element.elements, *(s.result for s in element.statements)))
         self.lanes = 8 if wide else 16
 
     def text(self) -> str:
         """`run(numbers, elements, scales, whole, rows, length, threads)`: addresses of x or of the result, of the elements' and
-        the scales' codes, and of the tensor's own scale; how many rows there are and how long they are."""
+        the scales' codes, and of the tensor's own scale; how many rows there are and how long they are. 0: nothing was done,
+        the tensor's scale is below `operation.lowest_whole` or not finite."""
         fmt, number = self.operation.program.fmt, SCALARS[self.operation.storage]
         element, scale = SCALARS[self.operation.element_storage], SCALARS[self.operation.scale_storage]
         stages = {name: self._stage(name, stage) for name, stage in self.stages.items()}
@@ -116,7 +121,7 @@ class _Source:
         lines = [
             f"#define BITS {min(fmt.element.bits, 8)}",
             _HELPERS,
-            f'extern "C" void run({number}* numbers, {element}* elements, {scale}* scales, float* whole,',
+            f'extern "C" int run({number}* numbers, {element}* elements, {scale}* scales, float* whole,',
             "                    long rows, long length, long threads) {",
             f"    const long width = {fmt.size}, in_row = (length + width - 1) / width, blocks = rows * in_row;",
             f"    const long bytes_in_row = (length * {fmt.element.bits} + 7) / 8, even = length % width == 0;",
@@ -139,6 +144,7 @@ class _Source:
             *(f"            {line}" for line in body),
             "        }",
             "    }",
+            "    return 1;",
             "}",
         ]
         return "\n".join([preamble(self.lanes), *self.printer.declarations(), *lines])
@@ -160,7 +166,7 @@ class _Source:
         if not self.operation.program.fmt.tensor_scale:
             return []
         if self.operation.kind == "decode":
-            return ["const f32 tensor_scale = splat<f32>(*whole);"]
+            return [*self._refuse("*whole"), "const f32 tensor_scale = splat<f32>(*whole);"]
         own, kind = CARRIERS[self.operation.dtype], TYPES[self.operation.storage]
         return [
             "int32_t most = 0;",
@@ -184,8 +190,13 @@ class _Source:
             *(f"    {line}" for line in stage),
             "    tensor_scale_of(splat<i32>(most), tensor_scale);",
             "}",
+            *self._refuse("tensor_scale[0]"),
             "if (whole) *whole = tensor_scale[0];",
         ]
+
+    def _refuse(self, whole: str) -> list[str]:
+        lowest = self.operation.lowest_whole
+        return [] if lowest is None else [f"if (!({whole} >= (float){lowest.hex()} && {whole} < INFINITY)) return 0;"]
 
     @property
     def _whole(self) -> str:
@@ -211,8 +222,7 @@ class _Source:
         """quantize and encode: the largest numbers of blocks, their scales, their elements."""
         operation = self.operation
         own, kind = CARRIERS[operation.dtype], TYPES[operation.storage]
-        unit = "float" if operation.program.fmt.power_of_two_scale else "double"
-        vector = "f32" if unit == "float" else "f64"
+        declared, passed, kept, taken = _carried(self.stages["scale_of"].results[2:])
         lines = [
             "int32_t most[LANES] = {}, finite[LANES] = {};",
             "for (long b = 0; b < count; b++) {",
@@ -230,17 +240,17 @@ class _Source:
             "        finite[b] = largest_integer(converted<i32>(top));",
             "    }",
             "}",
-            f"{unit} units[LANES], inverses[LANES];",
-            f"{{ i32 poisoned; {TYPES[operation.scale_storage]} codes; {vector} unit, inverse;",
-            f"  scale_of(load<i32>(finite, LANES), load<i32>(most, LANES){self._whole}, codes, unit, inverse, poisoned);",
-            "  store(units, unit, LANES); store(inverses, inverse, LANES); store(most, poisoned, LANES);",
+            *declared,
+            f"{{ i32 poisoned; {TYPES[operation.scale_storage]} codes;",
+            f"  scale_of(load<i32>(finite, LANES), load<i32>(most, LANES){self._whole}, codes, poisoned{passed});",
+            "  store(most, poisoned, LANES);",
             "  if (scales) store(scales + first, codes, count); }",
             "for (long b = 0; b < count; b++) {",
             "    const auto numbers_of = numbers + begin(first + b);",
             "    const long stop = size(first + b);",
-            f"    const {vector} unit = splat<{vector}>(units[b]), inverse = splat<{vector}>(inverses[b]);",
+            *kept,
         ]
-        load = f"load<{kind}>(numbers_of + e, n), unit, inverse"
+        load = f"load<{kind}>(numbers_of + e, n){taken}"
         if operation.kind == "quantize":
             lines += [
                 f"    auto target = ({SCALARS[operation.storage]}*)elements + begin(first + b);",
@@ -260,19 +270,17 @@ class _Source:
     def _decode(self) -> list[str]:
         operation = self.operation
         kind, code, scale = (TYPES[d] for d in (operation.storage, operation.element_storage, operation.scale_storage))
-        unit = "float" if operation.program.fmt.power_of_two_scale else "double"
-        vector = "f32" if unit == "float" else "f64"
+        declared, passed, kept, taken = _carried(self.stages["unit_of"].results)
         load = f"load_packed(source + {self._byte}, n)" if operation.packed else f"load<{code}>(source + e, n)"
         return [
-            f"{unit} units[LANES];",
-            f"{{ {vector} unit; unit_of(load<{scale}>(scales + first, count){self._whole}, unit);",
-            "  store(units, unit, LANES); }",
+            *declared,
+            f"unit_of(load<{scale}>(scales + first, count){self._whole}{passed});",
             "for (long b = 0; b < count; b++) {",
             f"    const auto source = {self._place};",
             "    auto target = numbers + begin(first + b);",
             "    const long stop = size(first + b);",
-            f"    const {vector} unit = splat<{vector}>(units[b]);",
-            *_over_block(f"{kind} value; value_of({load}, unit, value); store(target + e, value, n);"),
+            *kept,
+            *_over_block(f"{kind} value; value_of({load}{taken}, value); store(target + e, value, n);"),
             "}",
         ]
 
@@ -287,3 +295,15 @@ def _over_block(body: str) -> list[str]:
         "        if (e < stop) body(e, stop - e);",
         "    }",
     ]
+
+
+def _carried(values: Sequence[Value]) -> tuple[list[str], str, list[str], str]:
+    """What the stage of elements gets from the stage of blocks: declarations, arguments of the one, a block's own numbers, and
+    arguments of the other."""
+    kinds = [TYPES[v.dtype] for v in values]
+    return (
+        [f"{kind} of_blocks{i};" for i, kind in enumerate(kinds)],
+        "".join(f", of_blocks{i}" for i in range(len(kinds))),
+        [f"    const {kind} own{i} = splat<{kind}>(of_blocks{i}[b]);" for i, kind in enumerate(kinds)],
+        "".join(f", own{i}" for i in range(len(kinds))),
+    )

@@ -1,0 +1,142 @@
+"""Few elements in a block, as in nvfp4: a number is compared with every step between two of them, in its own stored integers.
+
+A block computes its steps and the multiples of its unit once, in float32. An element then takes two operations for each step
+and no float: on a CPU half of what a quotient in float64 takes. (On a GPU every thread would compute steps for few elements.)
+
+**Exactness.** A midpoint between elements, or an element, times a scale is a float32 number c of few bits. c * whole, `whole`
+being the tensor's scale, is rounded to the float32 number next to it, and the error of that is computed exactly: `whole` is cut
+into two halves of 12 bits, whose products with c are float32 numbers, down to a `lowest_whole`.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lowp.formats import BlockFormat
+from lowp.formats.block import significant_bits
+from lowp.formats.floats import FloatFormat
+from lowp.tensor.block_programs import BlockProgram
+from lowp.tensor.carrier import CARRIERS, F32, exponent_below
+
+_HALF = 12  # bits of float32's 24
+
+
+def suits(fmt: BlockFormat) -> bool:
+    """At most eight magnitudes, signs and no special value; a scale for the tensor, and products of few bits."""
+    element = fmt.element
+    plain = isinstance(element, FloatFormat) and element.has_negative_zero and not element.has_inf and not element.has_nan
+    few_bits = significant_bits(element) + 1 + significant_bits(fmt.scale) <= _HALF
+    return plain and element.bits <= 4 and fmt.tensor_scale and few_bits and not fmt.scale.has_inf
+
+
+def lowest_whole(fmt: BlockFormat) -> float:
+    """The least scale of a tensor for which steps are exact: the last bit of every product is a float32 number."""
+    last = exponent_below(fmt.element.smallest) - 1 + exponent_below(fmt.scale.smallest) - F32.fraction_bits
+    return 2.0 ** (F32.min_exponent - F32.fraction_bits - last)
+
+
+def _magnitudes(fmt: BlockFormat) -> list[float]:
+    """Of the elements, from zero up."""
+    return [value for value in fmt.element.values if value >= 0]
+
+
+def _product(number: float, scale: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """number * scale * whole, rounded to float32, and by how much the exact product exceeds that."""
+    exact = scale * number
+    near = exact * whole
+    high = (whole.view(torch.int32) >> _HALF << _HALF).view(torch.float32)
+    return near, (exact * high - near) + exact * (whole - high)
+
+
+def steps(fmt: BlockFormat, scale: Tensor, whole: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """float32 -> `dtype`'s integers: the bits that a magnitude must exceed to be rounded up to each element.
+
+    The float32 number next to a midpoint is one bit too large where it exceeds the midpoint, or is the midpoint and that is
+    rounded up (to an even rank). What is true of float32 numbers is true of those of a narrower dtype: the largest of them that
+    does not exceed the float32 one is their step.
+    """
+    found, own = [], CARRIERS[dtype]
+    for rank, (low, high) in enumerate(pairwise(_magnitudes(fmt)), 1):
+        near, error = _product((low + high) / 2, scale, whole)
+        step = near.view(torch.int32) - (error <= 0 if rank % 2 == 0 else error < 0).to(torch.int32)
+        if dtype == torch.bfloat16:
+            step = step >> 16  # its upper half
+        elif dtype == torch.float16:
+            narrow = step.view(torch.float32).to(dtype)
+            step = own.bits(narrow.view(own.storage)) - (narrow.to(torch.float32) > step.view(torch.float32)).to(torch.int32)
+        found.append(own.store(step))
+    return found
+
+
+def multiples(fmt: BlockFormat, scale: Tensor, whole: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """float32 -> `dtype`'s integers: each magnitude above zero times the unit.
+
+    For 16 bits rounded to odd first: toward zero, and the last bit says that something was cut off. Rounding to nearest then
+    sees what the exact product would show it.
+    """
+    found, own = [], CARRIERS[dtype]
+    for number in _magnitudes(fmt)[1:]:
+        near, error = _product(number, scale, whole)
+        if dtype != torch.float32:
+            over = (error < 0).to(torch.int32)
+            inexact = over | (error > 0).to(torch.int32)  # not where the product is infinite, and its error NaN
+            near = (near.view(torch.int32) - over | inexact).view(torch.float32).to(dtype)
+        found.append(near.view(own.storage))
+    return found
+
+
+def foreign_multiples(fmt: BlockFormat, scale: Tensor, whole: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The same for any scale, that other programs wrote, and zero's multiple first: NaN has no sign, and zero may be NaN."""
+    own = CARRIERS[dtype]
+    size, negative = scale.abs(), scale.view(torch.int32) < 0
+    products = [(size * 0.0 * whole).to(dtype).view(own.storage), *multiples(fmt, size, whole, dtype)]
+    found = []
+    for bits in products:
+        signed = torch.where(negative, bits ^ own.sign, bits)
+        found.append(torch.where((bits & own.magnitude) > own.infinity, torch.full_like(bits, own.nan), signed))
+    return found
+
+
+def _ranks(fmt: BlockFormat) -> range:
+    return range(len(_magnitudes(fmt)))
+
+
+def code(program: BlockProgram, x: Tensor, steps: Sequence[Tensor]) -> Tensor:
+    """The codes of elements, in x's integers."""
+    own, stored = CARRIERS[x.dtype], x.view(CARRIERS[x.dtype].storage)
+    magnitude = stored & own.magnitude
+    code = _chosen(magnitude, steps, [torch.full_like(stored, rank) for rank in _ranks(program.fmt)[1:]])
+    code = code | ((stored >> (own.storage.itemsize * 8 - 1)) & (1 << program.fmt.element.bits - 1))
+    if program.nan == "saturate":
+        return code  # NaN exceeds every step
+    nan = magnitude > own.infinity if program.saturate else magnitude >= own.infinity
+    return torch.where(nan, torch.zeros_like(code), code)
+
+
+def rounded(program: BlockProgram, x: Tensor, steps: Sequence[Tensor], multiples: Sequence[Tensor]) -> Tensor:
+    """What `quantize` returns, in a block that is not poisoned."""
+    own, stored = CARRIERS[x.dtype], x.view(CARRIERS[x.dtype].storage)
+    magnitude = stored & own.magnitude
+    value = _chosen(magnitude, steps, multiples)
+    nan = magnitude > own.infinity if program.saturate else magnitude >= own.infinity
+    return (torch.where(nan, torch.full_like(stored, own.nan), value) | (stored & own.sign)).view(x.dtype)
+
+
+def _chosen(magnitude: Tensor, steps: Sequence[Tensor], results: Sequence[Tensor]) -> Tensor:
+    """The result of the last step that a magnitude exceeds; zero if none."""
+    chosen = torch.zeros_like(magnitude)
+    for step, result in zip(steps, results, strict=True):
+        chosen = torch.where(magnitude > step, result, chosen)
+    return chosen
+
+
+def value(program: BlockProgram, code: Tensor, multiples: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The numbers that codes, in `dtype`'s integers, stand for, from `foreign_multiples`."""
+    own, sign_bit = CARRIERS[dtype], 1 << program.fmt.element.bits - 1
+    rank, value = code & (sign_bit - 1), multiples[0]
+    for number, multiple in enumerate(multiples[1:], 1):
+        value = torch.where(rank == number, multiple, value)
+    flipped = value ^ torch.where((code & sign_bit) != 0, torch.full_like(code, own.sign), torch.zeros_like(code))
+    return torch.where((value & own.magnitude) > own.infinity, value, flipped).view(dtype)  # NaN has no sign

@@ -1,0 +1,198 @@
+"""Block formats as Triton kernels: one launch, each program some blocks (a tile with a row for each of them).
+
+The arithmetic is traced (block_stages.py) and printed as functions; what stands around it is written here: where blocks lie,
+the largest number of each, and codes of less than 8 bits packed in `lowp.pack`'s order. Formats with a scale for the whole
+tensor have another launch before it that looks at all numbers; what it finds stays on the device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.tensor.block_stages import BlockOperation
+from lowp.tensor.carrier import CARRIERS
+from lowp.tensor.lists import triton
+from lowp.tensor.lists.trace import Program
+from lowp.tensor.packing import group, packed_size
+
+_TILE = 2048  # elements of a program
+_EACH = 16  # elements of a thread
+_LONGEST = 8192  # elements of a block
+_MEASURED = 8192  # elements that a program looks at
+
+_HEAD = """import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+"""
+
+_MEASURE = """
+
+@triton.jit
+def run(numbers, most, count, SIZE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    size = tl.load(numbers + place, mask=place < count, other=0).to(tl.int32) & {magnitude}
+    tl.atomic_max(most, tl.max(tl.where(size < {infinity}, size, 0), axis=0))
+"""
+
+
+def build(operation: BlockOperation, device: torch.device) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]:
+    """Compile an operation for a GPU. The result takes numbers, elements, scales and the tensor's scale."""
+    fmt = operation.program.fmt
+    if fmt.size > _LONGEST:
+        raise NotImplementedError(f"{fmt}: kernels on a GPU are for blocks of up to {_LONGEST} elements")
+    kernel, own = triton.build(source(operation, device)), CARRIERS[operation.dtype]
+    measure = None
+    if fmt.tensor_scale and operation.kind != "decode":
+        measure = triton.build(_HEAD + _MEASURE.format(magnitude=own.magnitude, infinity=own.infinity))
+    together = max(1, _TILE // _width(fmt.size))
+    warps = min(max(together * _width(fmt.size) // (32 * _EACH), 1), 16)
+    settings: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+
+    def call(numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None) -> None:
+        length, stored = numbers.shape[-1], numbers.view(own.storage)
+        in_row = -(-length // fmt.size)
+        blocks = numbers.numel() // length * in_row
+        most: Tensor = numbers  # where an address is not used, any will do
+        if measure is not None:
+            most = torch.zeros(1, dtype=torch.int32, device=numbers.device)
+            measure[(-(-numbers.numel() // _MEASURED),)](stored, most, numbers.numel(), SIZE=_MEASURED, num_warps=8)
+        kernel[(-(-blocks // together),)](
+            stored,
+            elements.view(operation.storage if operation.kind == "quantize" else operation.element_storage),
+            numbers if scales is None else scales.view(operation.scale_storage),
+            numbers if whole is None else whole,
+            most,
+            blocks,
+            length,
+            in_row,
+            packed_size(length, fmt.element.bits),
+            EVEN=length % fmt.size == 0,
+            BLOCKS=together,
+            **settings,
+        )
+
+    return call
+
+
+def _width(size: int) -> int:
+    """The least power of two that is not below."""
+    return 1 << (size - 1).bit_length()
+
+
+def source(operation: BlockOperation, device: torch.device) -> str:
+    """The text of a module with the kernel `run`."""
+    fmt = operation.program.fmt
+    width, bits = _width(fmt.size), fmt.element.bits
+    per_group, group_bytes = group(bits)
+    lines = [_HEAD]
+    for name, program in operation.stages(device).items():
+        lines += _function(name, program)
+    lines += [
+        "",
+        "",
+        "@triton.jit",
+        "def run(numbers, elements, scales, whole, most, blocks, length, in_row, bytes_in_row, EVEN: tl.constexpr, "
+        "BLOCKS: tl.constexpr):",
+        "    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)",
+        f"    there, lane, size = block < blocks, tl.arange(0, {width}), {fmt.size}",
+        f"    begin, packed_begin = block * {fmt.size}, block * {fmt.size * bits // 8}",
+        f"    inside = there[:, None]{f' & (lane < {fmt.size})[None, :]' if width > fmt.size else ''}",
+        "    if not EVEN:",
+        "        row = block // in_row",
+        "        column = block - row * in_row",
+        f"        begin = row * length + column * {fmt.size}",
+        f"        packed_begin = row * bytes_in_row + column * {fmt.size * bits // 8}",
+        f"        size = tl.minimum(length - column * {fmt.size}, {fmt.size})[:, None]",
+        "        inside = there[:, None] & (lane[None, :] < size)",
+        "    place = begin[:, None] + lane[None, :]",
+    ]
+    if operation.packed:
+        lines += [
+            f"    byte = tl.arange(0, {width // per_group}) * {group_bytes}",
+            "    packed = elements + packed_begin[:, None] + byte[None, :]",
+        ]
+        for i in range(group_bytes):  # masks that are the same for a whole row let it be read and written in long vectors
+            lines += [f"    there{i} = there[:, None]"]
+            lines += ["    if not EVEN:"] if width == fmt.size else ["    if True:"]
+            lines += [f"        there{i} = there[:, None] & (byte[None, :] + {i} < (size * {bits} + 7) // 8)"]
+    lines += ["    " + line for line in (_decode(operation) if operation.kind == "decode" else _encode(operation))]
+    return "\n".join(lines) + "\n"
+
+
+def _function(name: str, program: Program) -> list[str]:
+    """A traced function, as one of Triton's."""
+    return [
+        "",
+        "",
+        "@triton.jit",
+        f"def {name}({', '.join(v.name for v in program.elements)}):",
+        *(f"    {s.result.name} = {triton.expression(s)}" for s in program.statements),
+        f"    return {', '.join(v.name for v in program.results)}",
+    ]
+
+
+def _encode(operation: BlockOperation) -> list[str]:
+    """quantize and encode."""
+    own, poisons = CARRIERS[operation.dtype], operation.program.can_poison and operation.kind == "quantize"
+    whole = ", tensor_scale" if operation.program.fmt.tensor_scale else ""
+    lines = [
+        "stored = tl.load(numbers + place, mask=inside, other=0)",
+        f"magnitude = stored.to(tl.int32) & {own.magnitude}",
+        f"finite = tl.max(tl.where(magnitude < {own.infinity}, magnitude, 0), axis=1)",
+    ]
+    lines += ["tensor_scale = tensor_scale_of(tl.load(most))"] if whole else []
+    lines += [f"code, poisoned, unit, inverse = scale_of(finite, tl.max(magnitude, axis=1){whole})"]
+    lines += ["result = element_of(stored, unit[:, None], inverse[:, None])"]
+    if operation.kind == "quantize":
+        nan = f"tl.full([], {own.nan}, {triton.TYPES[operation.storage]})"
+        lines += [f"result = tl.where(poisoned[:, None], {nan}, result)"] if poisons else []
+        return [*lines, "tl.store(elements + place, result, mask=inside)"]
+    lines += ["tl.store(scales + block, code, mask=there)"]
+    lines += ["if tl.program_id(0) == 0:", "    tl.store(whole, tensor_scale)"] if whole else []
+    return lines + (_pack(operation) if operation.packed else ["tl.store(elements + place, result, mask=inside)"])
+
+
+def _decode(operation: BlockOperation) -> list[str]:
+    whole = ", tl.load(whole)" if operation.program.fmt.tensor_scale else ""
+    return [
+        f"unit = unit_of(tl.load(scales + block, mask=there, other=0){whole})",
+        *(_unpack(operation) if operation.packed else ["codes = tl.load(elements + place, mask=inside, other=0)"]),
+        "tl.store(numbers + place, value_of(codes, unit[:, None]), mask=inside)",
+    ]
+
+
+def _pack(operation: BlockOperation) -> list[str]:
+    """Codes that fill whole bytes together are taken apart (each half of the rest, again and again) and made one word."""
+    bits = operation.program.fmt.element.bits
+    per_group, group_bytes = group(bits)
+    word = "tl.int64" if group_bytes > 3 else "tl.int32"
+    folds = per_group.bit_length() - 1
+    shape = f"[BLOCKS, {_width(operation.program.fmt.size) // per_group}, {', '.join(['2'] * folds)}]"
+    lines = [f"code_ = tl.reshape(result.to({word}) & {(1 << bits) - 1}, {shape})"]
+    names = [("code_", 0, 1)]  # name, first place, step
+    while len(names) < per_group:
+        lines += [f"{name}0, {name}1 = tl.split({name})" for name, *_ in names]
+        names = [(f"{name}{i}", first + i * step, 2 * step) for name, first, step in names for i in (0, 1)]
+    lines += [f"word = {' | '.join(f'({name} << {bits * first})' for name, first, _ in names)}"]
+    for i in range(group_bytes):
+        lines += [f"tl.store(packed + {i}, (word >> {8 * i}).to(tl.int8), mask=there{i})"]
+    return lines
+
+
+def _unpack(operation: BlockOperation) -> list[str]:
+    bits = operation.program.fmt.element.bits
+    per_group, group_bytes = group(bits)
+    word = "tl.int64" if group_bytes > 3 else "tl.int32"
+    lines = [f"word = tl.zeros([BLOCKS, {_width(operation.program.fmt.size) // per_group}], {word})"]
+    for i in range(group_bytes):
+        byte = f"tl.load(packed + {i}, mask=there{i}, other=0)"
+        lines += [f"word |= ({byte}.to({word}) & 255) << {8 * i}"]
+    names = [f"code{i}" for i in range(per_group)]
+    lines += [f"code{i} = (word >> {bits * i} & {(1 << bits) - 1}).to(tl.int8)" for i in range(per_group)]
+    while len(names) > 1:  # the first half of the names beside the second: the last dimension but one counts them
+        half = len(names) // 2
+        lines += [f"{names[i]} = tl.join({names[i]}, {names[half + i]})" for i in range(half)]
+        names = names[:half]
+    return [*lines, f"codes = tl.reshape(code0, [BLOCKS, {_width(operation.program.fmt.size)}])"]
