@@ -5,15 +5,14 @@ a few small tensors (a table, a shift) beside them. Until it pays to compile, an
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowp.tensor.kernels import get_or_build, to_inductor
-
-_EXAMPLE = (1 << 20) + 3  # elements: large, so that inductor chooses for large tensors
+from lowp.tensor.kernels import get_or_build
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +39,8 @@ class FlatFunction:
 
 
 def _build(what: FlatFunction, device: torch.device) -> Any:
-    return (_print_cpp if device.type == "cpu" else _compile)(what, device)
-
-
-def _print_cpp(what: FlatFunction, device: torch.device) -> Any:
-    """On a CPU: as C++ (lists/flat.py). The result takes what inductor's takes."""
-    from lowp.tensor.lists import flat
+    """As C++ (lists/flat.py) or as Triton (lists/flat_triton.py). The result takes [*sized, *small, out]."""
+    from lowp.tensor.lists import flat, flat_triton
 
     count = len(what.sized)
     tables = [place for place, (_, length) in enumerate(what.small) if length > 1]
@@ -62,8 +57,10 @@ def _print_cpp(what: FlatFunction, device: torch.device) -> Any:
                 small[place] = found[i]
         return what.function(*sized, *small)
 
-    examples = [torch.zeros(what.small[place][1], dtype=what.small[place][0]) for place in tables]
-    kernel = flat.build(function, what.sized, what.out, len(numbers), len(scalars), examples)
+    examples = [torch.zeros(what.small[place][1], dtype=what.small[place][0], device=device) for place in tables]
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        build = flat.build if device.type == "cpu" else flat_triton.build
+        kernel = build(function, what.sized, what.out, len(numbers), len(scalars), examples)
 
     def call(arguments: Sequence[Tensor]) -> None:
         small = arguments[count:-1]
@@ -71,24 +68,3 @@ def _print_cpp(what: FlatFunction, device: torch.device) -> Any:
         kernel(arguments[:count], arguments[-1], *one, [small[place] for place in tables])
 
     return call
-
-
-def _compile(what: FlatFunction, device: torch.device) -> Any:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-
-    def body(*arguments: Tensor) -> tuple[()]:
-        arguments[-1].copy_(what.function(*arguments[:-1]))
-        return ()
-
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-
-        def fake(dtype: torch.dtype, count: int, dynamic: bool) -> Tensor:
-            context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC])
-            return mode.from_tensor(torch.empty(count, dtype=dtype, device=device), symbolic_context=context)
-
-        arguments = [fake(dtype, _EXAMPLE, True) for dtype in what.sized]
-        arguments += [fake(dtype, count, False) for dtype, count in what.small]
-        arguments += [fake(what.out, _EXAMPLE, True)]
-        return to_inductor(body, arguments, mode)
