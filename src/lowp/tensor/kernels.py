@@ -174,12 +174,12 @@ def _warn_once(error: Exception) -> None:
         )
 
 
-def round_into(x: Tensor, format: str, rounding: str, out: Tensor) -> None:
-    """`quantize(x, format, rounding, out=out)` without its checks, for what a graph compiled for a CPU calls (inductor.py).
+def round_into(x: Tensor, format: str, rounding: str, out: Tensor, saturate: bool = False) -> None:
+    """`quantize(x, ..., out=out)` without its checks, for what a graph compiled for a CPU calls (inductor.py).
 
     Dense tensors on a CPU of the same dtype, laid out alike, and apart; formats without blocks, roundings without noise.
     """
-    operation = _quantizer(format, rounding, x.dtype)
+    operation = _quantizer(format, rounding, saturate, x.dtype)
     kernel = get_or_build(operation, _CPU, SMALL, _build)  # whatever the size: a graph calls it in every step
     if kernel is not None:
         kernel(x, tables_on(operation, _CPU), None, None, out)
@@ -189,8 +189,8 @@ def round_into(x: Tensor, format: str, rounding: str, out: Tensor) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _quantizer(format: str, rounding: str, dtype: torch.dtype) -> Quantize:
-    return quantize_operation(parse_format(format), dtype, rounding, False, dtype)
+def _quantizer(format: str, rounding: str, saturate: bool, dtype: torch.dtype) -> Quantize:
+    return quantize_operation(parse_format(format), dtype, rounding, saturate, dtype)
 
 
 class _CppKernel:
