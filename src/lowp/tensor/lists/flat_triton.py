@@ -39,59 +39,64 @@ def build(
 
 
 class _Kernel:
+    """Compiled variants of one program: for aligned tensors or any, for `numbers` on the device or on the host."""
+
     def __init__(self, program: Program, sized: list[torch.dtype], tables: list[torch.dtype], device: torch.device) -> None:
         self._program, self._sized, self._tables, self._device = program, sized, tables, device
-        self._compiled: dict[bool, Any] = {}
-        self._compiled[True] = self._compile(True)
+        self._compiled: dict[tuple[bool, bool], Any] = {}
+        self._get(True, True)  # the usual one: what cannot be compiled is found out here
 
-    def _compile(self, aligned: bool) -> Any:
-        dtypes = [*self._sized, *_small(self._program), *self._tables]
+    def _get(self, aligned: bool, on_host: bool) -> Any:
+        found = self._compiled.get((aligned, on_host))
+        if found is not None:
+            return found
+        numbers: list[Any] = [1] * len(self._program.numbers) if on_host else [torch.int32]
+        small = [*(numbers if self._program.numbers else []), *([torch.float32] if self._program.scalars else [])]
+        text = source(self._program, self._sized, len(self._tables), aligned, on_host)
         with torch.cuda.device(self._device):
-            run = triton.build(source(self._program, self._sized, len(self._tables), aligned))
-            return run.warmup(*dtypes, 1, grid=(1,), num_warps=WARPS, enable_fp_fusion=False)
+            examples = [*self._sized, *small, *self._tables, 1]
+            found = triton.build(text).warmup(*examples, grid=(1,), num_warps=WARPS, enable_fp_fusion=False)
+        self._compiled[aligned, on_host] = found
+        return found
 
     def __call__(
         self, sized: Sequence[Tensor], out: Tensor, numbers: Tensor | None, scalars: Tensor | None, tables: Sequence[Tensor]
     ) -> None:
-        """All flat, on the device, `sized` and `out` of one length."""
+        """All flat, `sized` and `out` of one length, on the device; `numbers` there or on the host."""
         count = out.numel()
         if count > MOST:  # (Functions that count elements are called with fewer: kernels.py cuts where noise changes its key.)
             for start in range(0, count, MOST):
                 part = slice(start, start + MOST)
                 self([x[part] for x in sized], out[part], numbers, scalars, tables)
             return
-        addresses = [*(x.data_ptr() for x in sized), out.data_ptr()]
-        aligned = not any(address % 16 for address in addresses)
-        compiled = self._compiled.get(aligned)
-        if compiled is None:
-            compiled = self._compiled[aligned] = self._compile(aligned)
+        arguments = [*(x.data_ptr() for x in sized), out.data_ptr()]
+        aligned, on_host = not any(address % 16 for address in arguments), True
         if self._program.numbers:
-            addresses.append(numbers.data_ptr())  # type: ignore[union-attr]  # it is there where the function reads it
+            assert numbers is not None
+            on_host = numbers.device.type == "cpu"
+            values = numbers.tolist() if on_host else []
+            arguments += [values[place] for place in self._program.numbers] if on_host else [numbers.data_ptr()]
         if self._program.scalars:
-            addresses.append(scalars.data_ptr())  # type: ignore[union-attr]
-        addresses += [table.data_ptr() for table in tables]
-        launch = compiled[-(-count // TILE), 1, 1]
+            assert scalars is not None
+            arguments.append(scalars.data_ptr())
+        launch = self._get(aligned, on_host)[-(-count // TILE), 1, 1]
+        arguments += [table.data_ptr() for table in tables]
         if torch.cuda.current_device() == self._device.index:
-            launch(*addresses, count)
+            launch(*arguments, count)
         else:
             with torch.cuda.device(self._device):
-                launch(*addresses, count)
+                launch(*arguments, count)
 
 
-def _small(program: Program) -> dict[torch.dtype, str]:
-    """The arrays of single numbers that the program reads: dtype and name of each."""
-    found = {torch.int32: "numbers"} if program.numbers else {}
-    return found | ({torch.float32: "scalars"} if program.scalars else {})
-
-
-def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned: bool) -> str:
+def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned: bool, on_host: bool) -> str:
     """The Python text of a module with the kernel `run`. `sized` are the dtypes of the long arguments, the result's last.
 
     Triton assumes that a pointer is a multiple of 16 if it specialises on it and the example is one, as `warmup`'s are.
     """
     elements = tuple(Element(dtype) for dtype in sized)
-    long = [f"p{i}" for i in range(len(sized))]
-    names = [*long, *_small(program).values(), *(f"table{i}" for i in range(tables)), "count"]
+    long, numbers = [f"p{i}" for i in range(len(sized))], [value.name for value in program.numbers.values()]
+    small = [*(numbers if on_host or not numbers else ["numbers"]), *(["scalars"] if program.scalars else [])]
+    names = [*long, *small, *(f"table{i}" for i in range(tables)), "count"]
     lines = [
         *triton.IMPORTS,
         f"@triton.jit(do_not_specialize={names[len(long) :] if aligned else names})",
@@ -100,7 +105,7 @@ def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned:
         f"    lane = tl.arange(0, {TILE})",
         "    index = begin + lane",
         "    inside = index < count",
-        *(f"    {value.name} = tl.load(numbers + {place})" for place, value in program.numbers.items()),
+        *(f"    {value.name} = tl.load(numbers + {place})" for place, value in program.numbers.items() if not on_host),
         *(f"    {value.name} = tl.load(scalars + {place})" for place, value in program.scalars.items()),
     ]
     for head, masked in ((f"    if begin + {TILE} <= count:", False), ("    else:", True)):
