@@ -17,6 +17,7 @@ from torch import Tensor
 from lowp.tensor.lists import triton
 from lowp.tensor.lists.trace import Element, Program, fused, trace
 
+IMPORTS = ("import triton", "import triton.language as tl", "from triton.language.extra.cuda import libdevice", "", "")
 TILE = 1024  # elements of a program
 WARPS = 4
 MOST = 1 << 30  # elements of a launch: 32-bit indices
@@ -60,7 +61,12 @@ class _Kernel:
         return found
 
     def __call__(
-        self, sized: Sequence[Tensor], out: Tensor, numbers: Tensor | None, scalars: Tensor | None, tables: Sequence[Tensor]
+        self,
+        sized: Sequence[Tensor],
+        out: Tensor,
+        numbers: Tensor | Sequence[int] | None,
+        scalars: Tensor | None,
+        tables: Sequence[Tensor],
     ) -> None:
         """All flat, `sized` and `out` of one length, on the device; `numbers` there or on the host."""
         count = out.numel()
@@ -73,9 +79,12 @@ class _Kernel:
         aligned, on_host = not any(address % 16 for address in arguments), True
         if self._program.numbers:
             assert numbers is not None
-            on_host = numbers.device.type == "cpu"
-            values = numbers.tolist() if on_host else []
-            arguments += [values[place] for place in self._program.numbers] if on_host else [numbers.data_ptr()]
+            if isinstance(numbers, Tensor) and numbers.is_cuda:
+                on_host = False
+                arguments.append(numbers.data_ptr())
+            else:
+                values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+                arguments += [values[place] for place in self._program.numbers]
         if self._program.scalars:
             assert scalars is not None
             arguments.append(scalars.data_ptr())
@@ -93,21 +102,27 @@ def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned:
 
     Triton assumes that a pointer is a multiple of 16 if it specialises on it and the example is one, as `warmup`'s are.
     """
-    elements = tuple(Element(dtype) for dtype in sized)
     long, numbers = [f"p{i}" for i in range(len(sized))], [value.name for value in program.numbers.values()]
     small = [*(numbers if on_host or not numbers else ["numbers"]), *(["scalars"] if program.scalars else [])]
     names = [*long, *small, *(f"table{i}" for i in range(tables)), "count"]
     lines = [
-        *triton.IMPORTS,
+        *IMPORTS,
         f"@triton.jit(do_not_specialize={names[len(long) :] if aligned else names})",
         f"def run({', '.join(names)}):",
         f"    begin = tl.program_id(0) * {TILE}",
-        f"    lane = tl.arange(0, {TILE})",
-        "    index = begin + lane",
+        f"    index = begin + tl.arange(0, {TILE})",
         "    inside = index < count",
         *(f"    {value.name} = tl.load(numbers + {place})" for place, value in program.numbers.items() if not on_host),
         *(f"    {value.name} = tl.load(scalars + {place})" for place, value in program.scalars.items()),
     ]
-    for head, masked in ((f"    if begin + {TILE} <= count:", False), ("    else:", True)):
-        lines += [head, *("        " + line for line in triton.body(program, elements, (len(sized) - 1,), (), masked))]
+    for head, read, write in (
+        (f"    if begin + {TILE} <= count:", "", ""),
+        ("    else:", ", mask=inside, other=0", ", mask=inside"),
+    ):
+        lines += [
+            head,
+            *(f"        x{i} = tl.load(p{i} + index{read})" for i in range(len(sized) - 1)),
+            *(f"        {s.result.name} = {triton.expression(s)}" for s in program.statements),
+            f"        tl.store({long[-1]} + index, {program.results[0].name}{write})",
+        ]
     return "\n".join(lines) + "\n"

@@ -15,11 +15,10 @@ import torch
 
 from lowp.tensor.lists.trace import COMPARE, INFIX, Element, Program, Statement, Value
 
-IMPORTS = ("import triton", "import triton.language as tl", "from triton.language.extra.cuda import libdevice", "", "")
 TYPES = {
     torch.int8: "tl.int8", torch.int16: "tl.int16", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1",
-    torch.uint8: "tl.uint8",
     torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32", torch.float64: "tl.float64",
+    torch.uint8: "tl.uint8",
 }  # fmt: skip
 
 
@@ -108,7 +107,11 @@ def source(
     of_blocks = any(e.of_block for e in elements)
     names = [*(v.name for v in program.scalars.values()), *(f"table{i}" for i in range(tables))]
     lines = [
-        *IMPORTS,
+        "import triton",
+        "import triton.language as tl",
+        "from triton.language.extra.cuda import libdevice",
+        "",
+        "",
         "@triton.jit",
         f"def run(pointers, lengths, widths, numbers, tensors, {''.join(name + ', ' for name in names)}"
         "reduced, skip, limit, chunk_tensor, chunk_start, SIZE: tl.constexpr, ALIGNED: tl.constexpr):",
@@ -131,14 +134,14 @@ def source(
             lines += ["    if ALIGNED:", f"        p{i} = tl.multiple_of(p{i}, 16)"]
     lines += [f"    {v.name} = tl.load(numbers + {place} * tensors + tensor)" for place, v in program.numbers.items()]
     for head, mask in (("    if begin + SIZE <= end:", False), ("    else:", True)):
-        lines += [head, *("        " + line for line in body(program, elements, writes, reductions, mask))]
+        body = _body(program, elements, writes, reductions, mask)
+        lines += [head, *("        " + line for line in body)]
     return "\n".join(lines) + "\n"
 
 
-def body(
+def _body(
     program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple[str, ...], masked: bool
 ) -> list[str]:
-    """The statements for one chunk, which begins at `begin`: read, compute, write, reduce."""
     lines = []
     needed = {a.name for s in program.statements for a in s.arguments if isinstance(a, Value)}
     needed |= {v.name for v in program.results}
