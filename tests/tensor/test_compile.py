@@ -219,9 +219,11 @@ lowp.set_kernel_policy("never")
 x = torch.randn(33, 70, generator=torch.Generator().manual_seed(0)) * 3
 x[0, :4] = torch.tensor([float("inf"), -0.0, 1e-40, 1e30])
 names = ("e4m3fn", "e5m2", "bf16", "int8", "posit8")
-want = [lowp.quantize(x, name).view(torch.int32) for name in names]
+def rounded(x, name):
+    return lowp.decode(lowp.encode(x, name, nan="zero"), name)  # which are inlined
+want = [rounded(x, name).view(torch.int32) for name in names]
 with config.patch({"cpp.enable_unsafe_math_opt_flag": True, "force_disable_caches": True}):
-    got = torch.compile(lambda x: [lowp.quantize(x, name) for name in names], fullgraph=True)(x)
+    got = torch.compile(lambda x: [rounded(x, name) for name in names], fullgraph=True)(x)
 for name, a, b in zip(names, got, want):
     nan = a.isnan()
     assert torch.equal(nan, b.view(torch.float32).isnan()), name
