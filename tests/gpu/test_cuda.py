@@ -1,4 +1,4 @@
-"""The same bits on a GPU as on the CPU: plain operations, kernels of both shapes, inlined in compiled functions. Run it there:
+"""The same bits on a GPU as on the CPU: plain operations, kernels, aligned or not, and inside compiled functions. Run it there:
 
 make test-gpu
 """
@@ -9,6 +9,7 @@ import torch
 import lowp
 from lowp.formats import FORMATS, BlockFormat, Rounding, format
 from lowp.tensor.carrier import CARRIERS
+from lowp.tensor.flat import FlatFunction
 
 # torch's compilers warn about themselves.
 pytestmark = [
@@ -78,7 +79,7 @@ KERNELS = ["e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn", "e7m0", "bf16", "int8", "posi
 @pytest.mark.parametrize("mode", [Rounding.NEAREST, Rounding.STOCHASTIC], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels(name, mode):
-    """Whole rows, a rest, both, and memory that starts between aligned addresses."""
+    """Full tiles, a part of one, both, and memory that starts between aligned addresses."""
     whole = numbers(3 * ROW + 1001, torch.float32)
     on_gpu = whole.cuda()
     extra = arguments(mode)
@@ -92,6 +93,56 @@ def test_kernels(name, mode):
             assert_same(lowp.decode(codes.cuda(), name), lowp.decode(codes, name))
         lowp.set_kernel_policy("never")
     assert_same(on_gpu, whole)
+
+
+def check_kernels(x, fmt, modes, saturate):
+    """Quantize, encode and decode, compiled, against the CPU."""
+    for mode in modes:
+        extra = arguments(mode) | {"saturate": saturate}
+        want, codes = lowp.quantize(x, fmt, **extra), lowp.encode(x, fmt, nan="zero", **extra)
+        lowp.set_kernel_policy("always")
+        try:
+            assert_same(lowp.quantize(x.cuda(), fmt, **extra), want)
+            assert_same(lowp.encode(x.cuda(), fmt, nan="zero", **extra), codes)
+            assert_same(lowp.decode(codes.cuda(), fmt, dtype=x.dtype), lowp.decode(codes, fmt, dtype=x.dtype))
+        finally:
+            lowp.set_kernel_policy("never")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_of_every_dtype(name, dtype):
+    check_kernels(numbers(5003, dtype), format(name), [Rounding.NEAREST, Rounding.STOCHASTIC], False)
+
+
+@pytest.mark.parametrize("fmt", NUMBERS + UNUSUAL, ids=str)
+def test_kernels_of_every_format(fmt):
+    check_kernels(numbers(5003, torch.float32), fmt, [Rounding.NEAREST], True)
+
+
+@pytest.mark.parametrize("mode", list(Rounding), ids=str)
+def test_kernels_of_every_rounding(mode):
+    for name in ("e4m3fn", "e2m1fn", "dynamic8"):
+        check_kernels(numbers(5003, torch.float32), format(name), [mode], False)
+
+
+def test_functions_of_flat_tensors():
+    """Numbers of several dtypes, a shift, a factor and a table."""
+
+    def function(codes, x, shift, factor, table):
+        found = table[(codes.to(torch.int32) + shift) & 0xF]
+        return (x.to(torch.float32) * factor) + found
+
+    small = ((torch.int32, 1), (torch.float32, 1), (torch.float32, 16))
+    what = FlatFunction(function, (torch.uint8, torch.bfloat16), small, torch.float32)
+    codes = torch.randint(0, 256, (ROW + 1003,), dtype=torch.uint8)
+    x, more = numbers(ROW + 1003, torch.bfloat16), [torch.tensor([3], dtype=torch.int32), torch.tensor([0.3]), torch.randn(16)]
+    lowp.set_kernel_policy("always")
+    for start in (0, 1):
+        out = torch.empty(ROW + 1003 - start, device="cuda")
+        what([codes[start:].cuda(), x[start:].cuda()], [tensor.cuda() for tensor in more], out)
+        assert_same(out, function(codes[start:], x[start:], *more))
+    lowp.set_kernel_policy("never")
 
 
 def test_kernels_work_in_place_and_on_strides():
@@ -115,6 +166,23 @@ def test_inlined_in_compiled_functions(name):
 
     x = torch.randn(37, 130, generator=torch.Generator().manual_seed(0)).cuda()
     for got, want in zip(torch.compile(function, fullgraph=True)(x), function(x), strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("how", [{"forward": "e4m3fn", "backward": "e5m2"}, {"forward": "e2m1fn", "saturate": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fake_quantize_in_compiled_functions(how, dtype):
+    def function(x):
+        return lowp.fake_quantize(x * 2, **how)
+
+    x = torch.randn(37, 130, generator=torch.Generator().manual_seed(0)).mul(100).to("cuda", dtype)
+    found = []
+    for call in (function, torch.compile(function, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        value = call(leaf)
+        value.backward(x + 1)
+        found.append((value.detach(), leaf.grad))
+    for want, got in zip(*found, strict=True):
         assert_same(got, want)
 
 

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import nn
 
 import lowp
-from lowp.tensor import kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -31,8 +30,8 @@ def test_no_kernel_is_built_during_training(nccl, scale, dtype):
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20))).to("cuda", dtype)
     ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.2)
     handle = lowp.compress_gradients(ddp, "e4m3fn", scale=scale)
-    before = lowp.kernel_info()["built"], len(kernels._fused)
+    before = lowp.kernel_info()["built"]
     for _ in range(40):
         ddp(torch.randn(8, 64, device="cuda", dtype=dtype)).square().mean().backward()
-    assert (lowp.kernel_info()["built"], len(kernels._fused)) == before
+    assert lowp.kernel_info()["built"] == before
     handle.remove()

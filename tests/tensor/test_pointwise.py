@@ -101,18 +101,19 @@ def test_inductor_computes_the_same_bits(dtype, monkeypatch):
     """As on a GPU, but for the assembly: fused with what is around it, here a product that 16 bits must round, and a view."""
     asked = []
 
-    def one_operation(x, format, rounding):
+    def one_operation(x, format, rounding, saturate):
         asked.append(format)
-        return lowered(x, pointwise(format, rounding, x.get_dtype()))
+        return lowered(x, pointwise(format, rounding, x.get_dtype(), saturate))
 
     monkeypatch.setattr(inductor, "_called", one_operation)
-    cases = [(name, "nearest") for name in ("e4m3fn", "e5m2", "e3m2fn", "e2m1fn", "e4m3fnuz", "fp16", "fixed8.8", "int8")]
-    cases += [("e4m3fn", rounding) for rounding in ("down", "toward_zero", "nearest_away", "to_odd")]
-    cases = [(name, rounding) for name, rounding in cases if not pointwise(name, rounding, dtype).tables]
+    names = ("e4m3fn", "e5m2", "e3m2fn", "e2m1fn", "e4m3fnuz", "fp16", "fixed8.8", "int8")
+    cases = [(name, "nearest", name == "e5m2") for name in names] + [("e4m3fn", "nearest", True)]
+    cases += [("e4m3fn", rounding, False) for rounding in ("down", "toward_zero", "nearest_away", "to_odd")]
+    cases = [(name, rounding, saturate) for name, rounding, saturate in cases if not pointwise(name, rounding, dtype).tables]
 
     def all_of(x):
         x = (x * 0.75).view(4, -1)
-        return [torch.ops.lowp.round(x, name, rounding) for name, rounding in cases]
+        return [torch.ops.lowp.round(x, name, rounding, "", saturate) for name, rounding, saturate in cases]
 
     import torch._inductor.lowering  # what it takes for inductor to be told
     from torch._inductor.utils import fresh_cache
@@ -122,6 +123,6 @@ def test_inductor_computes_the_same_bits(dtype, monkeypatch):
     x = numbers(dtype)[:8084]
     with fresh_cache():
         results = torch.compile(all_of, fullgraph=True)(x)
-    for got, (name, rounding) in zip(results, cases, strict=True):
-        assert same(got.flatten(), lowp.quantize(x * 0.75, name, rounding)), (name, rounding)
-    assert set(asked) == {name for name, _ in cases}
+    for got, (name, rounding, saturate) in zip(results, cases, strict=True):
+        assert same(got.flatten(), lowp.quantize(x * 0.75, name, rounding, saturate=saturate)), (name, rounding, saturate)
+    assert set(asked) == {name for name, *_ in cases}

@@ -183,7 +183,7 @@ def _overflow_count(x: Tensor, rounded: Tensor, fmt: AnyFormat, saturates: bool)
 
 def _round_as_it_is(x: Tensor, fmt: AnyFormat, rounding: str, noise: Noise | None, as_node: bool) -> Tensor:
     """`quantize`. In compiled code it is one node where that is better (tensor/node.py); its noise is on a GPU (`_key_at`)."""
-    if as_node and node.suits(x, fmt, rounding):
+    if as_node and node.suits(x, fmt, rounding, noise):
         return node.quantize_as_node(x, fmt, rounding, noise)
     if isinstance(fmt, BlockFormat):
         return quantize(x, fmt, rounding, seed=noise).clone()  # of a view, which autograd refuses to change in place

@@ -52,6 +52,8 @@ def convert(bits: Tensor, source: Carrier, target: Carrier) -> Tensor:
     """The same numbers in another carrier, rounded to nearest where it is narrower."""
     if source.dtype == target.dtype:
         return bits
+    if source.dtype == torch.bfloat16 and target is F32:
+        return bits << 16  # the upper half of a float32
     if (source.dtype, target.dtype) in _WIDEN:
         return grids.decode(bits.to(target.compute), _WIDEN[source.dtype, target.dtype])
     if (target.dtype, source.dtype) in _WIDEN:

@@ -1,8 +1,8 @@
 """How Dynamo meets our operations: as single calls in its graph, which AOTAutograd then traces through.
 
 Dynamo would have to interpret all the Python that turns formats into constants. `torch.compiler.allow_in_graph` tells it not
-to look inside; what the compiler behind it sees is still every torch operation, so everything fuses. But that call imports
-Dynamo, which costs a second that `import lowp` must not. So it is made when Dynamo first gets here.
+to look inside; the compiler behind it sees every torch operation, or one node (node.py). But that call imports Dynamo, which
+costs a second that `import lowp` must not. So it is made when Dynamo first gets here.
 """
 
 from collections.abc import Callable

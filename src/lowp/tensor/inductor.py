@@ -37,24 +37,24 @@ def tell_inductor() -> None:
         return
 
 
-def _lowered(x: Any, format: str, rounding: str, version: str = "") -> Any:
+def _lowered(x: Any, format: str, rounding: str, version: str = "", saturate: bool = False) -> Any:
     """`round` as inductor writes it down. What it cannot be told is left to the operator."""
     fallback_handler = compat.inductor().fallback_handler
     try:
-        result = _called(x, format, rounding) if x.get_device().type == "cpu" else _fused(x, format, rounding)
+        result = (_called if x.get_device().type == "cpu" else _fused)(x, format, rounding, saturate)
     except (ImportError, AttributeError, TypeError):  # another inductor than those we know
         result = None
     if result is not None:
         return result
-    return fallback_handler(torch.ops.lowp.round.default, add_to_fallback_set=False)(x, format, rounding, version)
+    return fallback_handler(torch.ops.lowp.round.default, add_to_fallback_set=False)(x, format, rounding, version, saturate)
 
 
-def _fused(x: Any, format: str, rounding: str) -> Any:
-    operation = pointwise(format, rounding, x.get_dtype())
+def _fused(x: Any, format: str, rounding: str, saturate: bool) -> Any:
+    operation = pointwise(format, rounding, x.get_dtype(), saturate)
     return None if operation is None or operation.tables else lowered(x, operation)
 
 
-def _called(x: Any, format: str, rounding: str) -> Any:
+def _called(x: Any, format: str, rounding: str, saturate: bool) -> Any:
     """`round_into`, into memory laid out like x's; None if that has gaps, or if what is written is not Python."""
     ir = compat.inductor().ir
     if compat.inductor().virtual.graph.cpp_wrapper:
@@ -73,7 +73,8 @@ def _called(x: Any, format: str, rounding: str) -> Any:
             super().codegen(wrapper)
 
     layout = ir.FixedLayout(x.get_device(), x.get_dtype(), size, stride)
-    return ir.TensorBox.create(RoundInto(layout, [x], (format, rounding), python_kernel_name="round_into"))
+    more = {"saturate": True} if saturate else {}
+    return ir.TensorBox.create(RoundInto(layout, [x], (format, rounding), more, python_kernel_name="round_into"))
 
 
 def _is_dense(size: Sequence[Any], stride: Sequence[Any]) -> bool:

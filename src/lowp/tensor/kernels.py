@@ -9,8 +9,7 @@ for any number of elements; the result is called directly.
 2. On a CPU the traced program is printed as C++ (lists/flat.py): built in a second or two, 2 microseconds a call. (inductor's
    C++ for the same program takes 2 to 5 times as long on numbers in the cache, since its vectors pass through memory wherever
    bits are seen as floats, and 5 to 10 seconds to build.)
-3. On CUDA inductor compiles it. The tensor is seen as rows of 65,536, so that accesses are known to be aligned (a flat dynamic
-   size costs up to a quarter of the bandwidth); a flat kernel takes the rest.
+3. On CUDA it is printed as Triton (lists/flat_triton.py): one launch, in a second or two as well.
 4. No working compiler: the plain operations serve, piece by piece through the cache, and a warning says so, once.
 """
 
@@ -18,7 +17,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -29,14 +28,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowp.formats import format as parse_format
-from lowp.tensor.core import Decode, Encode, Operation, Quantize, code_storage, quantize_operation, tables_on
+from lowp.tensor.core import (
+    Decode,
+    Encode,
+    Operation,
+    Quantize,
+    code_storage,
+    encode_operation,
+    quantize_operation,
+    tables_on,
+)
 from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.memory import flat_memory
 from lowp.tensor.noise import KEY_SIZE, Noise, blocks, key_tensor
 
 _CPU = torch.device("cpu")
 
-SMALL = 1 << 16  # elements; also the length of a row on CUDA
+SMALL = 1 << 16  # elements
 IN_CACHE = 1 << 19  # elements
 CALLS_BEFORE_BUILD = 32
 MAX_ELEMENTS = 1 << 30  # a call: 32-bit indices stay valid in the kernels
@@ -107,12 +115,13 @@ def run(
     kernel = _kernel(operation, stored.device, count)
     tables = tables_on(operation, stored.device)
     most = SMALL if kernel is None else (IN_CACHE if check is not None and stored.device.type == "cpu" else MAX_ELEMENTS)
-    for start, stop in _pieces(count, stored.device, noise, most):
+    for start, stop in _pieces(count, noise, most):
         if check is not None:
             check(start, stop)
         whole = stop - start == count
         source, target = (stored, out) if whole else (stored[start:stop], out[start:stop])
-        key = None if noise is None else key_tensor(noise, start, stored.device)
+        home = stored.device if kernel is None or noise is None else noise.home(stored.device)
+        key = None if noise is None else key_tensor(noise, start, home)
         if kernel is not None:
             kernel(source, tables, key, factor, target)
         elif factor is not None:
@@ -121,23 +130,18 @@ def run(
             target.copy_(operation(source, tables, key))
 
 
-def _pieces(count: int, device: torch.device, noise: Noise | None, most: int) -> list[tuple[int, int]]:
-    """Where one call of a kernel starts and stops: at most `most` elements; on CUDA whole rows first, then the rest."""
-    found = []
-    for first, end in [(0, count)] if noise is None else blocks(noise, count):
-        for start in range(first, end, most):
-            stop = min(start + most, end)
-            rows_end = start + (stop - start) // SMALL * SMALL if device.type == "cuda" else stop
-            found += [piece for piece in ((start, rows_end), (rows_end, stop)) if piece[0] < piece[1]]
-    return found
+def _pieces(count: int, noise: Noise | None, most: int) -> list[tuple[int, int]]:
+    """Where one call of a kernel starts and stops: at most `most` elements, all with one key of the noise."""
+    whole = [(0, count)] if noise is None else blocks(noise, count)
+    return [(start, min(start + most, end)) for first, end in whole for start in range(first, end, most)]
 
 
-def _kernel(operation: Operation, device: torch.device, count: int) -> "_CppKernel | _InductorKernel | None":
+def _kernel(operation: Operation, device: torch.device, count: int) -> "_CppKernel | _TritonKernel | None":
     return get_or_build(operation, device, count, _build)
 
 
-def _build(operation: Operation, device: torch.device) -> "_CppKernel | _InductorKernel":
-    return _CppKernel(operation) if device.type == "cpu" else _InductorKernel(operation, device)
+def _build(operation: Operation, device: torch.device) -> "_CppKernel | _TritonKernel":
+    return _CppKernel(operation) if device.type == "cpu" else _TritonKernel(operation, device)
 
 
 def get_or_build(what: Any, device: torch.device, count: int, build: Callable[[Any, torch.device], Any]) -> Any:
@@ -180,12 +184,12 @@ def _warn_once(error: Exception) -> None:
         )
 
 
-def round_into(x: Tensor, format: str, rounding: str, out: Tensor) -> None:
-    """`quantize(x, format, rounding, out=out)` without its checks, for what a graph compiled for a CPU calls (inductor.py).
+def round_into(x: Tensor, format: str, rounding: str, out: Tensor, saturate: bool = False) -> None:
+    """`quantize(x, ..., out=out)` without its checks, for what a graph compiled for a CPU calls (inductor.py).
 
     Dense tensors on a CPU of the same dtype, laid out alike, and apart; formats without blocks, roundings without noise.
     """
-    operation = _quantizer(format, rounding, x.dtype)
+    operation = _quantizer(format, rounding, saturate, x.dtype)
     kernel = get_or_build(operation, _CPU, SMALL, _build)  # whatever the size: a graph calls it in every step
     if kernel is not None:
         kernel(x, tables_on(operation, _CPU), None, None, out)
@@ -195,8 +199,8 @@ def round_into(x: Tensor, format: str, rounding: str, out: Tensor) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _quantizer(format: str, rounding: str, dtype: torch.dtype) -> Quantize:
-    return quantize_operation(parse_format(format), dtype, rounding, False, dtype)
+def _quantizer(format: str, rounding: str, saturate: bool, dtype: torch.dtype) -> Quantize:
+    return quantize_operation(parse_format(format), dtype, rounding, saturate, dtype)
 
 
 class _CppKernel:
@@ -224,25 +228,48 @@ class _CppKernel:
         self._run([stored], out, key, factor, tables)
 
 
-class _InductorKernel:
+class _TritonKernel:
     """One operation on CUDA, for any number of elements."""
 
     def __init__(self, operation: Operation, device: torch.device) -> None:
-        self._flat = _compile(operation, device, rows=False)
-        self._rows = _compile(operation, device, rows=True)
+        scaled = not isinstance(operation, Quantize) and operation.scaled
+
+        shortest = _in_float32(operation)
+
+        def function(stored: Tensor, numbers: Tensor, scalars: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+            factor = [scalars[0]] if scaled else []
+            return shortest(stored, tables, numbers if operation.stochastic else None, *factor)
+
+        from lowp.tensor.lists import flat_triton  # what compiles is loaded when something is compiled
+
+        source, target = _dtypes(operation)
+        keys = KEY_SIZE if operation.stochastic else 0
+        exact = isinstance(operation, Quantize)  # as in _CppKernel
+        with torch.cuda.device(device):
+            self._run = flat_triton.build(function, [source], target, keys, int(scaled), tables_on(operation, device), exact)
 
     def __call__(
         self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, factor: Tensor | None, out: Tensor
     ) -> None:
-        rest = [*tables, *(extra for extra in (key, factor) if extra is not None)]
-        if stored.numel() % SMALL == 0 and _aligned(stored) and _aligned(out):
-            self._rows([stored.view(-1, SMALL), *rest, out.view(-1, SMALL)])
-        else:
-            self._flat([stored, *rest, out])
+        self._run([stored], out, key, factor, tables)
 
 
-def _aligned(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % 16 == 0
+def _in_float32(operation: Operation) -> Callable[..., Tensor]:
+    """The operation; if it works on the bits of bfloat16, the same on those of float32, whose upper half they are.
+
+    GPUs round float32 in floats, and 16 bits in integers, which takes twice as many instructions. The result is a bfloat16
+    again without rounding: a format is rounded to on bfloat16's own bits only where bfloat16 holds its numbers.
+    """
+    if isinstance(operation, Decode) or operation.dtype != torch.bfloat16 or operation.carrier is not operation.own:
+        return operation
+    how = operation.mode.value, operation.saturate
+    if isinstance(operation, Encode):
+        codes = encode_operation(operation.fmt, torch.float32, *how, operation.nan_to)
+        return operation if operation.scaled else lambda stored, tables, key: codes(stored.to(torch.int32) << 16, tables, key)
+    if operation.float_grid is not None or operation.out_dtype != torch.bfloat16:
+        return operation
+    rounded = quantize_operation(operation.fmt, torch.float32, *how, torch.float32)
+    return lambda stored, tables, key: (rounded(stored.to(torch.int32) << 16, tables, key) >> 16).to(torch.int16)
 
 
 def _dtypes(operation: Operation) -> tuple[torch.dtype, torch.dtype]:
@@ -252,93 +279,6 @@ def _dtypes(operation: Operation) -> tuple[torch.dtype, torch.dtype]:
     return operation.own.storage, operation.storage if isinstance(operation, Encode) else operation.target.storage
 
 
-def _compile(operation: Operation, device: torch.device, rows: bool) -> Callable[[list[Tensor]], Any]:
-    """Trace the operation as `out.copy_(operation(stored))` with a symbolic length, and hand the graph to inductor.
-
-    The example is large, so that inductor's choices are those for large tensors. For the flat kernel it starts one element
-    off, so that nothing is assumed about alignment.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-
-    source_dtype, target_dtype = _dtypes(operation)
-
-    def example(dtype: torch.dtype) -> Tensor:
-        if rows:
-            return torch.empty(1003 * SMALL, dtype=dtype, device=device).view(1003, SMALL)
-        return torch.empty((1 << 20) + 4, dtype=dtype, device=device)[1:]
-
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        tables = list(tables_on(operation, device))
-        keys = [torch.zeros(KEY_SIZE, dtype=torch.int32, device=device)] if operation.stochastic else []
-        scaled = not isinstance(operation, Quantize) and operation.scaled
-        factors = [torch.ones(1, dtype=operation.dtype, device=device)] if scaled else []
-
-        def kernel(stored: Tensor, *rest: Tensor) -> tuple[()]:
-            *data, out = rest
-            factor = [data.pop()] if factors else []
-            key = data.pop() if keys else None
-            out.copy_(operation(stored, tuple(data), key, *factor))
-            return ()
-
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-
-        def fake(tensor: Tensor, dynamic: bool) -> Tensor:
-            sizes = [DimDynamic.DYNAMIC if dynamic and axis == 0 else DimDynamic.STATIC for axis in range(tensor.dim())]
-            return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
-
-        arguments = [fake(example(source_dtype), True)]
-        arguments += [fake(tensor, False) for tensor in (*tables, *keys, *factors)]
-        arguments += [fake(example(target_dtype), True)]
-        return to_inductor(kernel, arguments, mode)
-
-
-def to_inductor(function: Callable[..., Any], arguments: Sequence[Tensor], mode: Any) -> Any:
-    """Trace a function of fake tensors and compile it; the result takes a list of tensors.
-
-    Indices into our tables are right by construction. Everything else about the user's settings stays.
-    """
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    settings: dict[str, Any] = {
-        "assert_indirect_indexing": False,
-        "cpp_wrapper": False,
-        "triton.cudagraphs": False,
-        "freezing": False,
-    }
-    with mode:
-        graph = make_fx(function, decomposition_table=select_decomp_table())(*arguments)
-    with tracing(TracingContext(mode)), config.patch(settings):
-        return compile_fx_inner(graph, arguments)
-
-
-_fused: dict[Any, Callable[[list[Tensor]], Any]] = {}
-
-
 def fused(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`function(*tensors)`, for a chain of operations on a few numbers: one kernel on CUDA instead of a launch for each.
-
-    `function` must be the same object every time, and shapes are part of its identity. On a CPU it is simply called.
-    """
-    device = tensors[0].device
-    if device.type != "cuda" or _state.policy == "never":
-        return function(*tensors)
-    identity = (function, device, *((tensor.shape, tensor.dtype) for tensor in tensors))
-    with _state.lock:
-        if identity not in _fused:
-            from torch._subclasses.fake_tensor import FakeTensorMode
-
-            try:
-                with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    mode = FakeTensorMode()
-                    arguments = [mode.from_tensor(tensor.clone()) for tensor in tensors]
-                    _fused[identity] = to_inductor(function, arguments, mode)
-            except Exception as error:
-                _warn_once(error)
-                _fused[identity] = lambda inputs: function(*inputs)
-    return tuple(_fused[identity](list(tensors)))
+    """`function(*tensors)`. TODO(issue 14): to be deleted with its last caller, wire/codec.py."""
+    return function(*tensors)

@@ -104,6 +104,10 @@ class Noise:
         if self.offset < 0:
             raise ValueError(f"offset counts elements and cannot be {self.offset}")
 
+    def home(self, device: torch.device) -> torch.device:
+        """Where a kernel on `device` takes its key from: integers are arguments of the launch, and nobody waits for a copy."""
+        return device if isinstance(self.seed, Tensor) or isinstance(self.step, Tensor) else torch.device("cpu")
+
     @staticmethod
     def of(domain: Domain, seed: int | Tensor, step: int | Tensor, *place: int, offset: int = 0) -> "Noise":
         """The noise of one place in a domain, which `STREAMS` describes."""

@@ -3,7 +3,8 @@
 Each call takes one of two roads, which give the same bits:
 
 - *inlined*, as plain torch operations, when something else is in charge: `torch.compile`, `torch.func` transforms, dispatch
-  modes, tensor subclasses. A compiler then fuses them with their neighbours.
+  modes, tensor subclasses. A compiler then fuses them with their neighbours. (In code compiled by `torch.compile`, `quantize`
+  and `fake_quantize` are one operation of the graph where that is faster: node.py.)
 - *eager*, through a precompiled kernel (kernels.py) on the tensor's memory, whatever its strides.
 """
 
@@ -19,7 +20,7 @@ from lowp.tensor import block, kernels
 from lowp.tensor.block import BlockCodes
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import Operation, code_dtype, decode_operation, encode_operation, quantize_operation
-from lowp.tensor.dynamo import in_graph, teach_dynamo
+from lowp.tensor.dynamo import in_graph, is_exporting, teach_dynamo
 from lowp.tensor.inline import apply_inline
 from lowp.tensor.interchange import PAIRS, as_codes
 from lowp.tensor.memory import flat_memory, is_dense, storage_of
@@ -60,7 +61,8 @@ def quantize(
     The result does not require a gradient: `fake_quantize` has a straight-through one.
     """
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
-        return _write(out, _quantize_in_graph(x, _name(format), rounding, saturate, axis, *_seed_parts(seed)))
+        as_node = not is_exporting()
+        return _write(out, _quantize_in_graph(x, _name(format), rounding, saturate, as_node, axis, *_seed_parts(seed)))
     fmt, noise = _check(x, format, rounding, seed, "quantize")
     x = x.resolve_neg()
     if out is not None:
@@ -278,7 +280,17 @@ def _writes_in_place(x: Tensor, out: Tensor) -> bool:
 
 
 @in_graph
-def _quantize_in_graph(x: Tensor, format: str, rounding: str, saturate: bool, axis: int, *seed: Any) -> Tensor:
+def _quantize_in_graph(
+    x: Tensor, format: str | AnyFormat, rounding: str, saturate: bool, as_node: bool, axis: int, *seed: Any
+) -> Tensor:
+    """`quantize`, as one node of the graph (node.py) if `as_node` and if it suits."""
+    if as_node:
+        from lowp.tensor import node  # which imports this module
+
+        fmt, noise = _check(x, format, rounding, _seed_of(seed), "quantize")
+        _check_axis(axis, fmt)
+        if node.suits(x, fmt, rounding, noise):
+            return node.quantize_as_node(x.resolve_neg(), fmt, rounding, noise, saturate, axis)
     return quantize(x, format, rounding, saturate=saturate, axis=axis, seed=_seed_of(seed))
 
 
@@ -312,13 +324,16 @@ def _seed_of(parts: tuple) -> Seed | None:
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """quantize forward; the gradient passes straight through, itself quantized on the way."""
+    """quantize forward; the gradient passes straight through, itself quantized on the way.
+
+    `forward` and `backward` are arguments of `_quantize_in_graph`; None leaves a tensor alone.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, forward: dict | None, backward: dict | None) -> Tensor:
-        return x.view_as(x) if forward is None else quantize(x, **forward)
+    def forward(x: Tensor, forward: tuple | None, backward: tuple | None) -> Tensor:
+        return x.view_as(x) if forward is None else _quantize_in_graph(x, *forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -349,25 +364,35 @@ def fake_quantize(
         seed: for stochastic rounding. The gradient has noise of its own (`Domain.USER_GRADIENT`): the two are independent.
     """
     backward_rounding = backward_rounding or rounding
-    if not torch.compiler.is_dynamo_compiling():  # mistakes in what backward will do are found here, not there
-        for mode in (rounding, backward_rounding):
-            _check(x, "fp32", mode, seed if mode == "stochastic" else None, "fake_quantize")
-        for format in (forward, backward):
-            parse_format("fp32" if format is None else format)
-        if seed is not None and "stochastic" not in (rounding, backward_rounding):
-            raise ValueError(f"seed is for stochastic rounding; {rounding!r} draws nothing")
+    if torch.compiler.is_dynamo_compiling() and teach_dynamo():
+        formats = [None if format is None else _name(format) for format in (forward, backward)]
+        return _fake_quantize_in_graph(
+            x, *formats, rounding, backward_rounding, saturate, not is_exporting(), *_seed_parts(seed)
+        )
+    return _fake_quantize(x, forward, backward, rounding, backward_rounding, saturate, False, seed)
+
+
+@in_graph
+def _fake_quantize_in_graph(
+    x: Tensor, forward: Any, backward: Any, rounding: str, backward_rounding: str, saturate: bool, as_node: bool, *seed: Any
+) -> Tensor:
+    """One call in Dynamo's graph: an autograd function that Dynamo sees is traced twice, into two graphs inside the graph."""
+    return _fake_quantize(x, forward, backward, rounding, backward_rounding, saturate, as_node, _seed_of(seed))
+
+
+def _fake_quantize(
+    x: Tensor, forward: Any, backward: Any, rounding: str, backward_rounding: str, saturate: bool, as_node: bool, seed: Any
+) -> Tensor:
+    for mode in (rounding, backward_rounding):  # mistakes in what backward will do are found here, not there
+        _check(x, "fp32", mode, seed if mode == "stochastic" else None, "fake_quantize")
+    if seed is not None and "stochastic" not in (rounding, backward_rounding):
+        raise ValueError(f"seed is for stochastic rounding; {rounding!r} draws nothing")
     noise = seed if isinstance(seed, Noise) or seed is None else Noise(seed)
-    if "stochastic" in (rounding, backward_rounding) and noise is None:
-        raise ValueError("stochastic rounding needs seed=: an integer or lowp.Noise(seed, step, stream, offset)")
-    ahead = _arguments(forward, rounding, saturate, noise)
     other = noise
     if noise is not None:
         other = Noise(noise.seed, noise.step, noise.stream, noise.offset, domain=Domain.USER_GRADIENT)
-    return _FakeQuantize.apply(x, ahead, _arguments(backward, backward_rounding, saturate, other))  # type: ignore[return-value]
-
-
-def _arguments(format: str | AnyFormat | None, rounding: str, saturate: bool, noise: Noise | None) -> dict | None:
-    if format is None:
-        return None
-    seed = noise if rounding == "stochastic" else None
-    return {"format": format, "rounding": rounding, "saturate": saturate, "seed": seed}
+    arguments: list[tuple | None] = []
+    for format, mode, drawn in ((forward, rounding, noise), (backward, backward_rounding, other)):
+        drawn = drawn if mode == "stochastic" else None
+        arguments.append(None if format is None else (parse_format(format), mode, saturate, as_node, -1, drawn))
+    return _FakeQuantize.apply(x, *arguments)  # type: ignore[return-value]

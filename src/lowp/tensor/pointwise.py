@@ -27,12 +27,12 @@ from lowp.tensor.ptx import assembly
 
 
 @lru_cache(maxsize=4096)
-def pointwise(format: str, rounding: str, dtype: torch.dtype) -> Quantize | None:
+def pointwise(format: str, rounding: str, dtype: torch.dtype, saturate: bool = False) -> Quantize | None:
     """The quantizer, if every result depends on its own number alone: without blocks and without noise."""
     fmt = parse_format(format)
     if isinstance(fmt, BlockFormat) or rounding == "stochastic":
         return None
-    return quantize_operation(fmt, dtype, rounding, False, dtype)
+    return quantize_operation(fmt, dtype, rounding, saturate, dtype)
 
 
 def lowered(x: Any, operation: Quantize) -> Any:

@@ -18,6 +18,7 @@ from lowp.tensor.lists.trace import COMPARE, INFIX, Element, Program, Statement,
 TYPES = {
     torch.int8: "tl.int8", torch.int16: "tl.int16", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1",
     torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32", torch.float64: "tl.float64",
+    torch.uint8: "tl.uint8",
 }  # fmt: skip
 
 

@@ -1,0 +1,128 @@
+"""A traced function of flat tensors as one Triton kernel: `out = function(*sized, numbers, scalars, tables)`, in one launch.
+
+The CUDA counterpart of flat.py. A program works on TILE elements. The text has the function twice: without masks for a full
+tile, so that memory is read and written 16 bytes at a time, and with masks for the last tile. Two kernels are made of it: one
+that may assume that all tensors begin at multiples of 16 bytes, and, when it is first needed, one that may not.
+
+Triton's `kernel[grid](...)` looks at every argument in every call, which takes longer than the work on a small tensor. Nothing
+is to be found out here: one kernel is compiled for the dtypes (`warmup`), and launched with addresses.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.tensor.lists import triton
+from lowp.tensor.lists.trace import Element, Program, fused, trace
+
+IMPORTS = ("import triton", "import triton.language as tl", "from triton.language.extra.cuda import libdevice", "", "")
+TILE = 1024  # elements of a program
+WARPS = 4
+MOST = 1 << 30  # elements of a launch: 32-bit indices
+
+
+def build(
+    function: Callable[..., Tensor],
+    sized: Sequence[torch.dtype],
+    out: torch.dtype,
+    numbers: int,
+    scalars: int,
+    tables: Sequence[Tensor],
+    exact_products: bool = False,
+) -> Callable[..., None]:
+    """Compile a function for the device of the current stream. Arguments and result are those of `flat.build`."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    program = trace(lambda *a: [function(*a)], [Element(dtype) for dtype in sized], numbers, scalars, list(tables), device)
+    assert program.results[0].dtype == out, (program.results[0].dtype, out)
+    return _Kernel(fused(program) if exact_products else program, [*sized, out], [table.dtype for table in tables], device)
+
+
+class _Kernel:
+    """Compiled variants of one program: for aligned tensors or any, for `numbers` on the device or on the host."""
+
+    def __init__(self, program: Program, sized: list[torch.dtype], tables: list[torch.dtype], device: torch.device) -> None:
+        self._program, self._sized, self._tables, self._device = program, sized, tables, device
+        self._compiled: dict[tuple[bool, bool], Any] = {}
+        self._get(True, True)  # the usual one: what cannot be compiled is found out here
+
+    def _get(self, aligned: bool, on_host: bool) -> Any:
+        found = self._compiled.get((aligned, on_host))
+        if found is not None:
+            return found
+        numbers: list[Any] = [1] * len(self._program.numbers) if on_host else [torch.int32]
+        small = [*(numbers if self._program.numbers else []), *([torch.float32] if self._program.scalars else [])]
+        text = source(self._program, self._sized, len(self._tables), aligned, on_host)
+        with torch.cuda.device(self._device):
+            examples = [*self._sized, *small, *self._tables, 1]
+            found = triton.build(text).warmup(*examples, grid=(1,), num_warps=WARPS, enable_fp_fusion=False)
+        self._compiled[aligned, on_host] = found
+        return found
+
+    def __call__(
+        self,
+        sized: Sequence[Tensor],
+        out: Tensor,
+        numbers: Tensor | Sequence[int] | None,
+        scalars: Tensor | None,
+        tables: Sequence[Tensor],
+    ) -> None:
+        """All flat, `sized` and `out` of one length, on the device; `numbers` there or on the host."""
+        count = out.numel()
+        if count > MOST:  # (Functions that count elements are called with fewer: kernels.py cuts where noise changes its key.)
+            for start in range(0, count, MOST):
+                part = slice(start, start + MOST)
+                self([x[part] for x in sized], out[part], numbers, scalars, tables)
+            return
+        arguments = [*(x.data_ptr() for x in sized), out.data_ptr()]
+        aligned, on_host = not any(address % 16 for address in arguments), True
+        if self._program.numbers:
+            assert numbers is not None
+            if isinstance(numbers, Tensor) and numbers.is_cuda:
+                on_host = False
+                arguments.append(numbers.data_ptr())
+            else:
+                values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+                arguments += [values[place] for place in self._program.numbers]
+        if self._program.scalars:
+            assert scalars is not None
+            arguments.append(scalars.data_ptr())
+        launch = self._get(aligned, on_host)[-(-count // TILE), 1, 1]
+        arguments += [table.data_ptr() for table in tables]
+        if torch.cuda.current_device() == self._device.index:
+            launch(*arguments, count)
+        else:
+            with torch.cuda.device(self._device):
+                launch(*arguments, count)
+
+
+def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned: bool, on_host: bool) -> str:
+    """The Python text of a module with the kernel `run`. `sized` are the dtypes of the long arguments, the result's last.
+
+    Triton assumes that a pointer is a multiple of 16 if it specialises on it and the example is one, as `warmup`'s are.
+    """
+    long, numbers = [f"p{i}" for i in range(len(sized))], [value.name for value in program.numbers.values()]
+    small = [*(numbers if on_host or not numbers else ["numbers"]), *(["scalars"] if program.scalars else [])]
+    names = [*long, *small, *(f"table{i}" for i in range(tables)), "count"]
+    lines = [
+        *IMPORTS,
+        f"@triton.jit(do_not_specialize={names[len(long) :] if aligned else names})",
+        f"def run({', '.join(names)}):",
+        f"    begin = tl.program_id(0) * {TILE}",
+        f"    index = begin + tl.arange(0, {TILE})",
+        "    inside = index < count",
+        *(f"    {value.name} = tl.load(numbers + {place})" for place, value in program.numbers.items() if not on_host),
+        *(f"    {value.name} = tl.load(scalars + {place})" for place, value in program.scalars.items()),
+    ]
+    for head, read, write in (
+        (f"    if begin + {TILE} <= count:", "", ""),
+        ("    else:", ", mask=inside, other=0", ", mask=inside"),
+    ):
+        lines += [
+            head,
+            *(f"        x{i} = tl.load(p{i} + index{read})" for i in range(len(sized) - 1)),
+            *(f"        {s.result.name} = {triton.expression(s)}" for s in program.statements),
+            f"        tl.store({long[-1]} + index, {program.results[0].name}{write})",
+        ]
+    return "\n".join(lines) + "\n"
