@@ -227,7 +227,10 @@ class Quantize(_Rounder):
 
 @dataclass(frozen=True, eq=False)
 class Encode(_Rounder):
-    """Numbers in, codes out. `nan_to` is where NaN goes in a format that has none: "zero" or "saturate"."""
+    """Numbers in, codes out. `nan_to` is where NaN goes in a format that has none: "zero" or "saturate".
+
+    "raise": the result does not matter, and whoever calls looks for NaN (`is_nan`).
+    """
 
     nan_to: str
     scaled: bool = False  # are numbers multiplied by a factor first, in their own dtype?
@@ -238,7 +241,15 @@ class Encode(_Rounder):
 
     @cached_property
     def nan_codes(self) -> tuple[int, int]:
-        return _nan_codes(self.fmt, self.nan_to)
+        return _nan_codes(self.fmt, "zero" if self.nan_to == "raise" else self.nan_to)
+
+    @property
+    def refuses_nan(self) -> bool:
+        return self.nan_to == "raise" and not self.fmt.has_nan
+
+    def is_nan(self, stored: Tensor) -> Tensor:
+        """(The upper bits of a computing integer are copies of the sign.)"""
+        return (self.own.bits(stored) & self.own.magnitude) > self.own.infinity
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
         if factor is not None:
