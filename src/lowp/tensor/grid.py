@@ -9,6 +9,9 @@ and one more for each binade that the magnitude lies under `emin`; a carry into 
 """
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -65,11 +68,6 @@ class Grid:
         c = self.carrier
         top_field = (self.max_bits >> c.fraction_bits) + 1
         return c.dtype == torch.float32 and not self.shares_lowest_binade and top_field < 2 * c.bias + self.mantissa_bits
-
-    @property
-    def ties_in_floats(self) -> bool:
-        """May the chip's own rounding to the nearest even integer decide: in steps, an even number is an even rank?"""
-        return self.suits_float_unit and self.mode is Rounding.NEAREST and self.mantissa_bits > 0
 
     @property
     def suits_addition(self) -> bool:
@@ -163,11 +161,9 @@ def quantize(bits: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     c, mode = g.carrier, g.mode
     magnitude, negative = bits & c.magnitude, _sign_of(bits)
     if mode is Rounding.STOCHASTIC and floats_pay(bits) and g.suits_float_unit:
-        steps, field = _in_steps(magnitude, g)
-        result = (_stochastic_steps(steps, noise, g) * (field - g.mantissa_bits << c.fraction_bits).view(c.dtype)).view(
-            c.storage
-        )
-        return _finish(result, bits, magnitude, negative, g)
+        steps, binade = _in_steps(magnitude, g)
+        step = (binade - (g.mantissa_bits << c.fraction_bits)).view(c.dtype)
+        return _finish((_stochastic_steps(steps, noise, g) * step).view(c.storage), bits, magnitude, negative, g)
     # NaN counts as infinity here: what is added cannot overflow then, with which compilers take liberties.
     above = magnitude.clamp(0 if g.shares_lowest_binade else g.smallest_bits, c.infinity)
     drop = _bits_to_drop(above, g)
@@ -249,7 +245,9 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     """
     c = g.carrier
     magnitude, negative = _magnitude(bits, c), _sign_of(bits)
-    if g.shares_lowest_binade:
+    if g.suits_addition and c.dtype == torch.float32 and floats_pay(bits):
+        rank = _nearest_rank(bits & c.magnitude, g)
+    elif g.shares_lowest_binade:
         rank = cut(magnitude, g.dropped, lambda: (magnitude >> g.dropped) & 1, g.mode, negative, noise, c.noise_bits)
     else:
         rank = _rank(magnitude, negative, g, noise)
@@ -269,10 +267,14 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
 
 def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     c = g.carrier
-    if floats_pay(magnitude) and (g.ties_in_floats or (g.suits_float_unit and noise is not None)):
-        steps, field = _in_steps(magnitude, g)
-        whole = torch.round(steps) if noise is None else _stochastic_steps(steps, noise, g)
-        return whole.to(c.compute) + (field - g.lowest_field << g.mantissa_bits)
+    if floats_pay(magnitude) and g.suits_float_unit and noise is not None:
+        steps, binade = _in_steps(magnitude, g)
+        return _stochastic_steps(steps, noise, g).to(c.compute) + _codes_below(binade, g)
+    if g.mantissa_bits == 0:  # values are powers of two: ranks are exponent fields, and as many bits go everywhere
+        above = magnitude.clamp(g.smallest_bits, c.infinity)
+        field = cut(above, g.dropped, lambda: _is_odd(above, g.dropped, g), g.mode, negative, noise, c.noise_bits)
+        rank = field - (g.lowest_field - 1)
+        return torch.where(_becomes_zero(magnitude, negative, g, noise), torch.zeros_like(rank), rank)
     field = (magnitude >> c.fraction_bits).clamp(min=1)
     significand = _significand(magnitude, field, c)
     under = g.dropped + g.lowest_field - field  # bits to cut off, before any limit
@@ -285,7 +287,7 @@ def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) ->
     return binades + cut(
         significand,
         drop,
-        lambda: ((significand >> drop) + (binades if g.mantissa_bits == 0 else 0)) & 1,
+        lambda: (significand >> drop) & 1,
         g.mode,
         negative,
         noise,
@@ -293,18 +295,37 @@ def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) ->
     )
 
 
-def _in_steps(magnitude: Tensor, g: Grid) -> tuple[Tensor, Tensor]:
-    """Magnitudes counted in the grid's steps, as floats, and the exponent field of the binade that the steps belong to.
+def _codes_below(binade: Tensor, g: Grid) -> Tensor:
+    """How many codes the binades between the lowest and this one have."""
+    return (binade - (g.lowest_field << g.carrier.fraction_bits)) >> g.dropped
 
-    GPUs have half as many integer units as float units and reinterpret bits for free: scaling by a power of two and rounding
-    in floats is what lets encoding run at the speed of memory there (0.99 of a copy instead of 0.80 on an H200). Exact: the
-    product is at most 2^(m+1) and has the magnitude's own bits. What is too large is capped beyond the largest value.
+
+def _nearest_rank(magnitude: Tensor, g: Grid) -> Tensor:
+    """`_rank` to nearest where a grid `suits_addition`: `nearest_in_floats` begins in the same way.
+
+    Adding c = 2^(F - m) * 2^e, e being the exponent of the binade, leaves the magnitude in steps, rounded, in the sum's last
+    bits. What is too large is taken for the first magnitude that overflows, which is of the largest binade.
+    """
+    c = g.carrier
+    capped, lowest = magnitude.clamp(max=g.first_over_bits), g.lowest_field << c.fraction_bits
+    binade = _full(capped, lowest) if g.fixed else (capped & c.infinity).clamp(min=lowest)
+    large = binade + (g.dropped << c.fraction_bits)
+    steps = (capped.view(c.dtype) + large.view(c.dtype)).view(c.storage) - large
+    return steps if g.fixed else steps + _codes_below(binade, g)
+
+
+def _in_steps(magnitude: Tensor, g: Grid) -> tuple[Tensor, Tensor]:
+    """Magnitudes counted in the grid's steps, as floats, and the bits of 2^e, e being the exponent of their binade.
+
+    For kernels, where bits are seen as floats for nothing: scaling by a power of two and rounding in floats takes half as many
+    instructions (and GPUs have twice as many float units as integer units). Exact: the product is at most 2^(m+1) and has the
+    magnitude's own bits. What is too large is capped beyond the largest value.
     """
     c = g.carrier
     capped = magnitude.clamp(max=g.max_bits + (1 << c.fraction_bits))
-    field = (capped >> c.fraction_bits).clamp(min=g.lowest_field)
-    inverse = ((2 * c.bias + g.mantissa_bits) - field) << c.fraction_bits
-    return capped.view(c.dtype) * inverse.view(c.dtype), field
+    binade = (capped & c.infinity).clamp(min=g.lowest_field << c.fraction_bits)
+    inverse = (2 * c.bias + g.mantissa_bits << c.fraction_bits) - binade
+    return capped.view(c.dtype) * inverse.view(c.dtype), binade
 
 
 def nearest_in_floats(x: Tensor, g: Grid) -> Tensor:
@@ -341,7 +362,7 @@ def _stochastic_steps(steps: Tensor, noise: Tensor | None, g: Grid) -> Tensor:
     span = 1 << g.carrier.noise_bits
     whole = torch.floor(steps)
     covered = ((steps - whole) * float(span)).to(g.carrier.compute)
-    return whole + (noise > (span - 1) - covered).to(steps.dtype)
+    return torch.where(noise + covered >= span, whole + 1.0, whole)
 
 
 def decode(code: Tensor, g: Grid) -> Tensor:
@@ -417,11 +438,30 @@ def normalized(number: Tensor, width: int) -> tuple[Tensor, Tensor]:
 _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 
+_now = threading.local()
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Within it, what this thread runs is recorded for one of our own printers (lists/trace.py)."""
+    before, _now.printing = getattr(_now, "printing", False), True
+    try:
+        yield
+    finally:
+        _now.printing = before
+
+
 def becomes_kernel() -> bool:
     """Is what runs now being recorded by a compiler, ours or the user's? It keeps in registers what tensors are here."""
-    return any(torch._C._get_dispatch_mode(tracer) is not None for tracer in _TRACERS)
+    return getattr(_now, "printing", False) or any(torch._C._get_dispatch_mode(tracer) is not None for tracer in _TRACERS)
+
+
+def in_vectors(numbers: Tensor) -> bool:
+    """Will what runs now be C++ of our own?"""
+    return getattr(_now, "printing", False) and numbers.device.type == "cpu"
 
 
 def floats_pay(numbers: Tensor) -> bool:
-    """In kernels on a GPU; as plain operations they would be float32 tensors."""
-    return numbers.device.type == "cuda" and becomes_kernel()
+    """In kernels on a GPU, and in ours on a CPU. As plain operations they would be float32 tensors; inductor's vectors on a CPU
+    pass through memory wherever bits are seen as floats."""
+    return in_vectors(numbers) or (numbers.device.type == "cuda" and becomes_kernel())

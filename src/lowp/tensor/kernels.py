@@ -264,24 +264,23 @@ class _CppKernel:
 
     def __init__(self, operation: Operation) -> None:
         refuses = isinstance(operation, Encode) and operation.refuses_nan
+        scaled = not isinstance(operation, Quantize) and operation.scaled
 
         def function(stored: Tensor, numbers: Tensor, scalars: Tensor, tables: tuple[Tensor, ...]) -> list[Tensor]:
             key = numbers if operation.stochastic else None
-            if isinstance(operation, Quantize):
-                return [operation.in_vectors(stored, tables, key)]
-            factor = [scalars[0]] if operation.scaled else []
+            factor = [scalars[0]] if scaled else []
             result = operation(stored, tables, key, *factor)
-            return [result, operation.is_nan(stored)] if isinstance(operation, Encode) and refuses else [result]
+            return [result, operation.is_nan(stored)] if refuses else [result]  # type: ignore[union-attr]  # it encodes
 
         from lowp.tensor.lists import flat  # what compiles is loaded when something is compiled
 
         source, target = _dtypes(operation)
-        scaled = not isinstance(operation, Quantize) and operation.scaled
         keys = KEY_SIZE if operation.stochastic else 0
         # A quantizer in floats multiplies by powers of two only.
         exact = isinstance(operation, Quantize)
         self._tables = tables_on(operation, _CPU)  # kept: the kernel knows their addresses
-        self._call = flat.build(function, [source], target, keys, int(scaled), self._tables, exact)
+        words = range(KEY_SIZE - 1) if keys else ()  # of a key; its last number is an index
+        self._call = flat.build(function, [source], target, keys, int(scaled), self._tables, exact, words)
         self.run = self._call.run
         self.tables = [table.data_ptr() for table in self._tables]
         # of the result, as users see it

@@ -233,4 +233,6 @@ def draws(key: Tensor, like: Tensor, count: int) -> list[Tensor]:
 
 def _first_words(key: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape) + key[_DRAW_ROUNDS]
-    return _philox2(index & 0xFFFF, index >> 16, key, range(_DRAW_ROUNDS))
+    return _philox2(
+        index & 0xFFFF, (index >> 16) & 0xFFFF, key, range(_DRAW_ROUNDS)
+    )  # (which tells a printer that it is 16 bits)

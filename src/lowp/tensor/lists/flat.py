@@ -8,7 +8,7 @@ are awake; a compiler without OpenMP does without.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.lists.trace import Element, Program, fused, trace
+from lowp.tensor.lists.trace import Element, Program, fused, in_words, trace
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _CPU = torch.device("cpu")
@@ -34,10 +34,12 @@ def build(
     scalars: int,
     tables: Sequence[Tensor],
     exact_products: bool = False,
+    words: Collection[int] = (),
 ) -> "_Kernel":
     """Compile a function for a CPU. The result takes the arguments of `_Kernel.__call__`.
 
-    Where `exact_products`, a product and a sum may be one operation, which has the same bits then.
+    Where `exact_products`, a product and a sum may be one operation, which has the same bits then. `words` are the places of
+    numbers that have 16 bits (`in_words`).
     """
 
     def results(*arguments: Any) -> Sequence[Tensor]:
@@ -46,7 +48,8 @@ def build(
 
     program = trace(results, [Element(dtype) for dtype in sized], numbers, scalars, list(tables), _CPU)
     assert program.results[0].dtype == out, (program.results[0].dtype, out)
-    text = _source(fused(program) if exact_products else program, sized, out, [table.dtype for table in tables])
+    program = fused(program) if exact_products else program
+    text = _source(in_words(program, words) if words else program, sized, out, [table.dtype for table in tables])
     arguments = (*[ctypes.c_void_p] * (len(sized) + 3 + len(tables)), ctypes.c_long, ctypes.c_long)
     try:
         return _Kernel(cpp.build(text, arguments, ["-fopenmp"]))
@@ -93,7 +96,10 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
         *(
             f"        const auto constant{place} = ::constant{place};" for place in printer.constants.values()
         ),  # a register each
-        *(f"        const i32 {v.name} = splat<i32>(numbers[{place}]);" for place, v in program.numbers.items()),
+        *(
+            f"        const {TYPES[v.dtype]} {v.name} = splat<{TYPES[v.dtype]}>(numbers[{place}]);"
+            for place, v in program.numbers.items()
+        ),
         *(f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in program.scalars.items()),
         "        i32 noticed = {};",
         "        const auto body = [&](long e, long count) __attribute__((always_inline)) {",
