@@ -1,4 +1,4 @@
-"""Eager calls on a CPU: a call that was made before goes to its kernel at once, and what kernels do in floats has the same bits."""
+"""Eager calls on a CPU: one that was made before goes to its kernel at once; what kernels do in floats has the same bits."""
 
 import os
 import subprocess

@@ -105,6 +105,11 @@ class _Recorder(TorchDispatchMode):
         for i, table in enumerate(tables):
             self._know(table, ("table", i))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise torch imports Dynamo at the first operation, to tell it to stay away (seen in 2.11 and 2.13)."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._know(result, self._call(str(func).removeprefix("aten."), args, kwargs or {}, result))
