@@ -92,6 +92,8 @@ def calls(x: torch.Tensor, codes: torch.Tensor, out: torch.Tensor):
         lambda: lowp.quantize(x, "e5m2"),
         lambda: lowp.quantize(x, lowp.format("e5m2")),
         lambda: lowp.quantize(x, "e5m2", out=out),
+        lambda: lowp.quantize(x, "e5m2", "stochastic", seed=lowp.Noise(1, 2, 3, 4)),
+        lambda: lowp.encode(x, "e5m2", "stochastic", seed=5),
         lambda: lowp.encode(x, "e5m2"),
         lambda: lowp.encode(x, "int8"),
         lambda: lowp.decode(codes, "e5m2"),
@@ -114,6 +116,17 @@ def test_a_call_made_before_goes_to_its_kernel(only_ready, requires_grad):
         assert_same(got, right)
         assert not got.requires_grad
         assert out._version == version + (got is out)
+
+
+@pytest.mark.parametrize("offset", [0, 2**30 - 70, 2**30 - 3, 2**33 + 1])
+def test_noise_of_a_call_made_before(kernels, offset):
+    """Whatever it is made of, and where it crosses into another block of indices."""
+    x = torch.randn(64)
+    lowp.quantize(x, "e5m2", "stochastic", seed=1)
+    for noise in (lowp.Noise(7, 8, 9, offset), lowp.Noise(torch.tensor(7), 8, 9, offset), lowp.Noise(2**63, -1, 0, offset)):
+        want = plain(lambda noise=noise: lowp.quantize(x, "e5m2", "stochastic", seed=noise))
+        lowp.quantize(x, "e5m2", "stochastic", seed=1)
+        assert_same(lowp.quantize(x, "e5m2", "stochastic", seed=noise), want)
 
 
 def test_in_place(only_ready):
@@ -165,6 +178,7 @@ def test_what_is_not_plain_data_is_seen_in_full(kernels):
         ({"format": ["e5m2"]}, TypeError, "a format is a name"),
         ({"axis": 0}, ValueError, "axis is for block formats"),
         ({"axis": -1.0}, TypeError, "axis is a dimension's number"),
+        ({"rounding": "stochastic"}, ValueError, "stochastic rounding needs seed="),
         ({"seed": 1}, ValueError, "seed is for stochastic rounding"),
         ({"out": 3}, TypeError, "out must be a tensor"),
         ({"out": torch.empty(5)}, ValueError, "out must be"),
@@ -178,6 +192,7 @@ def test_mistakes_are_found_in_a_call_made_before(kernels, arguments, error, mes
     right = {"x": torch.randn(64), "format": "e5m2"}
     lowp.quantize(**right)
     lowp.quantize(**right, out=torch.empty(64))
+    lowp.quantize(**right, rounding="stochastic", seed=1)
     with pytest.raises(error, match=message):
         lowp.quantize(**right | arguments)
 

@@ -271,7 +271,7 @@ def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) ->
         steps, binade = _in_steps(magnitude, g)
         return _stochastic_steps(steps, noise, g).to(c.compute) + _codes_below(binade, g)
     if g.mantissa_bits == 0:  # values are powers of two: ranks are exponent fields, and as many bits go everywhere
-        above = magnitude.clamp(g.smallest_bits, c.infinity)
+        above = magnitude.clamp(min=g.smallest_bits)
         field = cut(above, g.dropped, lambda: _is_odd(above, g.dropped, g), g.mode, negative, noise, c.noise_bits)
         rank = field - (g.lowest_field - 1)
         return torch.where(_becomes_zero(magnitude, negative, g, noise), torch.zeros_like(rank), rank)

@@ -15,6 +15,7 @@ for any number of elements; the result is called directly.
 4. No working compiler: the plain operations serve, piece by piece through the cache, and a warning says so, once.
 """
 
+import ctypes
 import os
 import threading
 import time
@@ -34,9 +35,10 @@ from lowp.formats import format as parse_format
 from lowp.tensor.core import Decode, Encode, Operation, Quantize, code_dtype, code_storage, quantize_operation, tables_on
 from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.memory import flat_memory
-from lowp.tensor.noise import KEY_SIZE, Noise, blocks, key_tensor
+from lowp.tensor.noise import KEY_SIZE, Noise, blocks, in_one_block, key_numbers, key_tensor
 
 _CPU = torch.device("cpu")
+_Key = ctypes.c_int32 * KEY_SIZE
 
 SMALL = 1 << 16  # elements; also the length of a row on CUDA
 CALLS_BEFORE_BUILD = 32
@@ -126,12 +128,12 @@ def run(
             target.copy_(operation(source, tables, key))
 
 
-def run_ready(call: tuple[Any, ...], x: Tensor, out: Tensor | None) -> Tensor | None:
+def run_ready(call: tuple[Any, ...], x: Any, out: Any, noise: Noise | None = None) -> Tensor | None:
     """The result of a call that was made before on other data; None: it must be made in full.
 
-    `call` holds the arguments but x and out. They were checked when `remember` took them down, so what is left to look at are
-    the tensors, and whether somebody must see every operation. A result of such a call needs no gradient: that x requires one
-    makes no difference.
+    `call` holds the arguments but x, out and the noise. They were checked in the call that `remember` recorded, so what is left
+    to look at are the tensors, and whether somebody must see every operation. The result of such a call needs no gradient: that
+    x requires one makes no difference.
     """
     kind = type(x)
     if (
@@ -147,12 +149,17 @@ def run_ready(call: tuple[Any, ...], x: Tensor, out: Tensor | None) -> Tensor | 
     ):
         return None
     try:
-        kernel = _state.ready.get((call, x.dtype, None if out is None else out.dtype))
+        kernel = _state.ready.get((call, x.dtype, None if out is None else out.dtype, noise is None))
     except (TypeError, AttributeError):  # a format that is no name, an `out` that is no tensor: checked in full
         return None
     if kernel is None:
         return None
-    count = x.numel()
+    count, key = x.numel(), None
+    if noise is not None:
+        numbers = key_numbers(noise, 0)
+        if numbers is None or not in_one_block(noise, count):
+            return None
+        key = _Key(*numbers)
     if out is None:
         result = torch.empty_like(x) if kernel.dtype is x.dtype else torch.empty_like(x, dtype=kernel.dtype)
         target = result.data_ptr()
@@ -165,20 +172,20 @@ def run_ready(call: tuple[Any, ...], x: Tensor, out: Tensor | None) -> Tensor | 
         apart = source + count * x.itemsize <= target or target + count * out.itemsize <= source
         if not apart and (source != target or out.dtype is not x.dtype):
             return None
-    if kernel.run(x.data_ptr(), target, None, None, *kernel.tables, count, torch.get_num_threads()):
+    if kernel.run(x.data_ptr(), target, key, None, *kernel.tables, count, torch.get_num_threads()):
         return None  # with an error
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return result
 
 
-def remember(call: tuple[Any, ...], operation: Operation, x: Tensor, out: Tensor | None) -> None:
+def remember(call: tuple[Any, ...], operation: Operation, x: Tensor, out: Tensor | None, noise: Noise | None) -> None:
     """Let `run_ready` make this call from now on, if there is a kernel for it."""
     kernel = _state.kernels.get((operation, _CPU))
     if isinstance(kernel, _CppKernel) and _state.policy != "never":
         if len(_state.ready) >= MOST_READY:
             _state.ready.clear()
-        _state.ready[call, x.dtype, None if out is None else out.dtype] = kernel
+        _state.ready[call, x.dtype, None if out is None else out.dtype, noise is None] = kernel
 
 
 def _pieces(count: int, device: torch.device, noise: Noise | None, most: int) -> list[tuple[int, int]]:

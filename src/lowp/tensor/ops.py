@@ -61,7 +61,7 @@ def quantize(
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
         return _write(out, _quantize_in_graph(x, _name(format), rounding, saturate, axis, *_seed_parts(seed)))
     call = ("quantize", format, rounding, saturate)
-    if seed is None and type(axis) is int and axis == -1 and (ready := kernels.run_ready(call, x, out)) is not None:
+    if (ready := _ready(call, x, out, seed, axis)) is not None:
         return ready
     fmt, noise = _check(x, format, rounding, seed, "quantize")
     x = x.resolve_neg()
@@ -114,7 +114,7 @@ def encode(
         codes = _encode_in_graph(x, _name(format), rounding, saturate, nan, pack, axis, *_seed_parts(seed))
         return BlockCodes(*codes) if isinstance(codes, tuple) else _write(out, codes)
     call = ("encode", format, rounding, saturate, nan, pack)
-    if seed is None and type(axis) is int and axis == -1 and (ready := kernels.run_ready(call, x, out)) is not None:
+    if (ready := _ready(call, x, out, seed, axis)) is not None:
         return ready
     fmt, noise = _check(x, format, rounding, seed, "encode")
     x = x.resolve_neg()
@@ -162,7 +162,7 @@ def decode(
             out, _decode_in_graph(tuple(codes) if isinstance(codes, tuple) else codes, _name(format), dtype, size, axis)
         )
     call = ("decode", format, dtype)
-    if size is None and type(axis) is int and axis == -1 and (ready := kernels.run_ready(call, codes, out)) is not None:
+    if size is None and (ready := _ready(call, codes, out, None, axis)) is not None:
         return ready
     fmt = parse_format(format)
     if dtype not in CARRIERS:
@@ -180,6 +180,13 @@ def decode(
     if out is not None:
         _check_out(out, codes.shape, codes.device, CARRIERS)
     return _apply(decode_operation(fmt, dtype), codes, None, dtype, out, call=call if size is None else None)
+
+
+def _ready(call: tuple, x: Any, out: Any, seed: Any, axis: Any) -> Tensor | None:
+    """The result, where a call like this was made before and only the data are others."""
+    if type(axis) is not int or axis != -1 or not (seed is None or type(seed) is int or type(seed) is Noise):
+        return None
+    return kernels.run_ready(call, x, out, seed if seed is None or isinstance(seed, Noise) else Noise(seed))
 
 
 def _check(x: Tensor, format: Any, rounding: str, seed: Seed | None, name: str) -> tuple[AnyFormat, Noise | None]:
@@ -275,8 +282,8 @@ def _apply(
     stored = flat_memory(x, storage_of(x.dtype))
     check = (lambda start, stop: _refuse_nan(stored[start:stop].view(x.dtype), operation.fmt)) if strict else None
     kernels.run(operation, stored, noise, flat_memory(result, storage_of(dtype)), check)
-    if call is not None and noise is None:
-        kernels.remember(call, operation, x, out)
+    if call is not None:
+        kernels.remember(call, operation, x, out, noise)
     if out is None:
         return result
     if result is not out:

@@ -35,8 +35,8 @@ def build(
     tables: Sequence[Tensor],
     exact_products: bool = False,
     words: Collection[int] = (),
-) -> "_Kernel":
-    """Compile a function for a CPU. The result takes the arguments of `_Kernel.__call__`.
+) -> Any:
+    """Compile a function for a CPU: a `_Kernel`.
 
     Where `exact_products`, a product and a sum may be one operation, which has the same bits then. `words` are the places of
     numbers that have 16 bits (`in_words`).
