@@ -398,9 +398,14 @@ def _bits_of_rank(rank: Tensor, g: Grid) -> Tensor:
     normal = (rank << g.dropped) + (g.lowest_field - 1 << c.fraction_bits)
     if g.mantissa_bits == 0:
         return torch.where(rank == 0, rank, normal)
-    # A subnormal is an integer number of smallest steps: that integer as a float, times a power of two.
-    subnormal = bits_of_integer(rank, g.mantissa_bits, c) + (g.lowest_field - g.mantissa_bits - c.bias << c.fraction_bits)
-    subnormal = torch.where(rank == 0, rank, subnormal)
+    if in_vectors(rank) and c.dtype == torch.float32:
+        # A subnormal is a normal number of the lowest binade without its leading one.
+        one = g.lowest_field << c.fraction_bits
+        subnormal = (((rank << g.dropped) + one).view(c.dtype) - number_of_bits(one, c)).view(c.storage)
+    else:
+        # It is an integer number of smallest steps: that integer as a float, times a power of two.
+        subnormal = bits_of_integer(rank, g.mantissa_bits, c) + (g.lowest_field - g.mantissa_bits - c.bias << c.fraction_bits)
+        subnormal = torch.where(rank == 0, rank, subnormal)
     return subnormal if g.fixed else torch.where(rank < 1 << g.mantissa_bits, subnormal, normal)
 
 
