@@ -245,16 +245,20 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     """
     c = g.carrier
     magnitude, negative = _magnitude(bits, c), _sign_of(bits)
+    capped = None  # the rank of all that is too large, NaN included, if it has one already
     if g.suits_addition and c.dtype == torch.float32 and floats_pay(bits):
         rank = _nearest_rank(bits & c.magnitude, g)
+        capped = min(g.overflow_code, g.max_code + 1)
     elif g.shares_lowest_binade:
         rank = cut(magnitude, g.dropped, lambda: (magnitude >> g.dropped) & 1, g.mode, negative, noise, c.noise_bits)
     else:
         rank = _rank(magnitude, negative, g, noise)
-    rank = _overflow(rank, magnitude, negative, g.max_code, g.overflow_code, g.infinity_code, g)
+    if capped != g.overflow_code:
+        rank = _overflow(rank, magnitude, negative, g.max_code, g.overflow_code, g.infinity_code, g)
     nan_rank = g.nan_code if g.nan_code >= 0 else (0 if nan_to == "zero" else g.max_code)
     is_nan = (bits & c.magnitude) > c.infinity
-    rank = torch.where(is_nan, _full(rank, nan_rank), rank)
+    if not capped == g.overflow_code == nan_rank:
+        rank = torch.where(is_nan, _full(rank, nan_rank), rank)
     if g.fixed:
         code = (rank ^ negative) - negative  # two's complement
         return code & ((1 << g.bits) - 1)
@@ -304,10 +308,12 @@ def _nearest_rank(magnitude: Tensor, g: Grid) -> Tensor:
     """`_rank` to nearest where a grid `suits_addition`: `nearest_in_floats` begins in the same way.
 
     Adding c = 2^(F - m) * 2^e, e being the exponent of the binade, leaves the magnitude in steps, rounded, in the sum's last
-    bits. What is too large is taken for the first magnitude that overflows, which is of the largest binade.
+    bits. What is too large, and NaN, is taken for the largest value if it becomes that, else for the first magnitude that
+    overflows, which is of the same binade and has the next rank.
     """
     c = g.carrier
-    capped, lowest = magnitude.clamp(max=g.first_over_bits), g.lowest_field << c.fraction_bits
+    largest = g.max_bits if g.overflow_code == g.max_code else g.first_over_bits
+    capped, lowest = magnitude.clamp(max=largest), g.lowest_field << c.fraction_bits
     binade = _full(capped, lowest) if g.fixed else (capped & c.infinity).clamp(min=lowest)
     large = binade + (g.dropped << c.fraction_bits)
     steps = (capped.view(c.dtype) + large.view(c.dtype)).view(c.storage) - large
