@@ -63,6 +63,11 @@ class Grid:
         return self.lowest_field == 1
 
     @property
+    def powers_of_two(self) -> bool:
+        """Are the values powers of two, of a binade each that the carrier has as normal numbers?"""
+        return self.mantissa_bits == 0 and not self.shares_lowest_binade
+
+    @property
     def suits_float_unit(self) -> bool:
         """May steps be counted by `_in_steps`: float32 bits, and a scale that is a normal number in every binade?"""
         c = self.carrier
@@ -133,11 +138,6 @@ def _bits_of(value: float, carrier: Carrier) -> int:
 def _full(like: Tensor, value: int) -> Tensor:
     """A constant of the same integer dtype (a Python number beside another would make `where` compute in 64 bits)."""
     return torch.full_like(like, value)
-
-
-def _magnitude(bits: Tensor, carrier: Carrier) -> Tensor:
-    """Without the sign, and NaN as infinity: what is added later cannot overflow then, with which compilers take liberties."""
-    return (bits & carrier.magnitude).clamp(max=carrier.infinity)
 
 
 def _sign_of(bits: Tensor) -> Tensor:
@@ -244,11 +244,17 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     NaN, or in a format without one, zero or the largest value (`nan_to`).
     """
     c = g.carrier
-    magnitude, negative = _magnitude(bits, c), _sign_of(bits)
-    capped = None  # the rank of all that is too large, NaN included, if it has one already
-    if g.suits_addition and c.dtype == torch.float32 and floats_pay(bits):
-        rank = _nearest_rank(bits & c.magnitude, g)
+    magnitude, negative = bits & c.magnitude, _sign_of(bits)
+    in_floats = g.suits_addition and c.dtype == torch.float32 and floats_pay(bits)
+    capped = None  # the rank of all that is too large, NaN included, if it has one at once
+    if in_floats or (g.powers_of_two and g.mode is Rounding.NEAREST and c.dtype == torch.float32):
         capped = min(g.overflow_code, g.max_code + 1)
+        magnitude = magnitude.clamp(max=g.max_bits if capped == g.max_code else g.first_over_bits)
+    else:
+        # NaN as infinity: what is added later cannot overflow then, with which compilers take liberties.
+        magnitude = magnitude.clamp(max=c.infinity)
+    if in_floats:
+        rank = _nearest_rank(magnitude, g)
     elif g.shares_lowest_binade:
         rank = cut(magnitude, g.dropped, lambda: (magnitude >> g.dropped) & 1, g.mode, negative, noise, c.noise_bits)
     else:
@@ -274,7 +280,7 @@ def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) ->
     if floats_pay(magnitude) and g.suits_float_unit and noise is not None:
         steps, binade = _in_steps(magnitude, g)
         return _stochastic_steps(steps, noise, g).to(c.compute) + _codes_below(binade, g)
-    if g.mantissa_bits == 0:  # values are powers of two: ranks are exponent fields, and as many bits go everywhere
+    if g.powers_of_two:  # ranks are exponent fields, and as many bits go everywhere
         above = magnitude.clamp(min=g.smallest_bits)
         field = cut(above, g.dropped, lambda: _is_odd(above, g.dropped, g), g.mode, negative, noise, c.noise_bits)
         rank = field - (g.lowest_field - 1)
@@ -308,15 +314,12 @@ def _nearest_rank(magnitude: Tensor, g: Grid) -> Tensor:
     """`_rank` to nearest where a grid `suits_addition`: `nearest_in_floats` begins in the same way.
 
     Adding c = 2^(F - m) * 2^e, e being the exponent of the binade, leaves the magnitude in steps, rounded, in the sum's last
-    bits. What is too large, and NaN, is taken for the largest value if it becomes that, else for the first magnitude that
-    overflows, which is of the same binade and has the next rank.
+    bits. (Magnitudes are capped at the first that overflows, which is of the largest value's binade.)
     """
-    c = g.carrier
-    largest = g.max_bits if g.overflow_code == g.max_code else g.first_over_bits
-    capped, lowest = magnitude.clamp(max=largest), g.lowest_field << c.fraction_bits
-    binade = _full(capped, lowest) if g.fixed else (capped & c.infinity).clamp(min=lowest)
+    c, lowest = g.carrier, g.lowest_field << g.carrier.fraction_bits
+    binade = _full(magnitude, lowest) if g.fixed else (magnitude & c.infinity).clamp(min=lowest)
     large = binade + (g.dropped << c.fraction_bits)
-    steps = (capped.view(c.dtype) + large.view(c.dtype)).view(c.storage) - large
+    steps = (magnitude.view(c.dtype) + large.view(c.dtype)).view(c.storage) - large
     return steps if g.fixed else steps + _codes_below(binade, g)
 
 
