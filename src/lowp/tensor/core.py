@@ -197,7 +197,7 @@ class Quantize(_Rounder):
 
     @cached_property
     def float_grid(self) -> grids.Grid | None:
-        """Where floats can do the rounding on a GPU: the constants for it."""
+        """Where floats can do the rounding in kernels: the constants for it."""
         if self.dtype == torch.float64 or not is_grid(self.fmt) or not grid_fits(self.fmt, F32):
             return None
         constants = grids.grid(self.fmt, F32, self.mode, self.saturate)
@@ -285,7 +285,7 @@ class Encode(_Rounder):
         return self.nan_to == "raise" and not self.fmt.has_nan
 
     def is_nan(self, stored: Tensor) -> Tensor:
-        """(The upper bits of a computing integer are copies of the sign.)"""
+        """Which numbers are NaN, of stored bits."""
         return (self.own.bits(stored) & self.own.magnitude) > self.own.infinity
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
