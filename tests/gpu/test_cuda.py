@@ -5,11 +5,11 @@ make test-gpu
 
 import pytest
 import torch
+from lowp.tensor.flat import FlatFunction
 
 import lowp
 from lowp.formats import FORMATS, BlockFormat, Rounding, format
 from lowp.tensor.carrier import CARRIERS
-from lowp.tensor.flat import FlatFunction
 
 # torch's compilers warn about themselves.
 pytestmark = [

@@ -127,6 +127,18 @@ class _Rounder:
     def stochastic(self) -> bool:
         return self.mode is Rounding.STOCHASTIC
 
+    @cached_property
+    def wide_grid(self) -> grids.Grid | None:
+        """For 16-bit numbers that are rounded as float32 in vectors, where that takes fewer instructions: the constants."""
+        suits = self.dtype.itemsize == 2 and is_grid(self.fmt) and grid_fits(self.fmt, F32)
+        if not suits or self.grid is None or self.grid.shares_lowest_binade:
+            return None
+        return grids.grid(self.fmt, F32, self.mode, self.saturate)  # type: ignore[arg-type]  # a grid
+
+    def _widened(self, stored: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        bits = stored.view(self.dtype).to(torch.float32).view(torch.int32)
+        return bits, draw(key, bits, F32.noise_bits) if key is not None else None
+
     def _enter(self, stored: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
         bits = convert(self.own.bits(stored), self.own, self.carrier)
         return bits, draw(key, bits, self.carrier.noise_bits) if key is not None else None
@@ -187,7 +199,7 @@ class Quantize(_Rounder):
 
     @cached_property
     def float_grid(self) -> grids.Grid | None:
-        """Where floats can do the rounding on a GPU: the constants for it."""
+        """Where floats can do the rounding in kernels: the constants for it."""
         if self.dtype == torch.float64 or not is_grid(self.fmt) or not grid_fits(self.fmt, F32):
             return None
         constants = grids.grid(self.fmt, F32, self.mode, self.saturate)
@@ -200,26 +212,51 @@ class Quantize(_Rounder):
         return super().tables
 
     def in_floats(self, stored: Tensor) -> Tensor:
-        """The same, where there is a `float_grid`: on a GPU the faster way."""
+        """The same, where there is a `float_grid`: the faster way in kernels. NaN's payload is lost."""
         assert self.float_grid is not None
-        numbers = grids.nearest_in_floats(stored.view(self.dtype).to(torch.float32), self.float_grid)
+        return self._narrow(grids.nearest_in_floats(stored.view(self.dtype).to(torch.float32), self.float_grid))
+
+    def _narrow(self, numbers: Tensor) -> Tensor:
+        """From float32 to the bits of `out_dtype`."""
+        if self.out_dtype == torch.bfloat16 and is_grid(self.fmt) and grid_fits(self.fmt, self.target):
+            return (numbers.view(torch.int32) >> 16).to(torch.int16)  # they are numbers of bfloat16
         return numbers.to(self.out_dtype).view(self.target.storage)
 
-    def in_vectors(self, stored: Tensor, tables: Tables, key: Tensor | None) -> Tensor:
-        """The same, as is shortest where bits are seen as floats for nothing: in C++ with vectors."""
-        if self.dtype != torch.float32 or self.float_grid is None or self.out_dtype != self.dtype:
-            return self(stored, tables, key)
-        nan = (stored & self.own.magnitude) > self.own.infinity  # with its payload
-        return torch.where(nan, stored, self.in_floats(stored))
+    def _in_vectors(self, stored: Tensor, key: Tensor | None) -> Tensor | None:
+        """The same in fewer instructions where bits are seen as floats for nothing; None: no such way."""
+        if self.out_dtype != self.dtype:
+            return None
+        if self.float_grid is not None:
+            result = self.in_floats(stored)
+        elif self.wide_grid is not None and key is not None:
+            bits, noise = self._widened(stored, key)
+            result = self._narrow(grids.quantize(bits, self.wide_grid, noise).view(torch.float32))
+        else:
+            return None
+        # NaN passes with its payload, or as a conversion from a wider carrier leaves it.
+        kept = stored if self.carrier is self.own else (stored & self.own.sign) | self.own.nan
+        return torch.where((stored & self.own.magnitude) > self.own.infinity, kept, result)
+
+    def _rounded_posit(self, bits: Tensor) -> Tensor:
+        assert self.posit is not None
+        c = self.carrier
+        magnitude, negative = self._split(bits)
+        result = posits.rounded(magnitude, negative, self.posit, self.mode)
+        result = torch.where(result == 0, result, result | (bits & c.sign))
+        return result if self.saturate else torch.where(magnitude == c.infinity, torch.full_like(result, c.nan), result)
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
-        if self.float_grid is not None and grids.floats_pay(stored):
+        if self.float_grid is not None and stored.device.type == "cuda" and grids.floats_pay(stored):
             return self.in_floats(stored)
+        if grids.in_vectors(stored) and (result := self._in_vectors(stored, key)) is not None:
+            return result
         bits, noise = self._enter(stored, key)
         if self.grid is not None:
             result = grids.quantize(bits, self.grid, noise)
         else:
-            if self.posit is not None:
+            if self.posit is not None and key is None and self.posit.is_normal and grids.in_vectors(stored):
+                result = self._rounded_posit(bits)
+            elif self.posit is not None:
                 result = tables[0][self._posit_code(bits, noise, tables)]
             else:
                 result = tables[2][self._entry(bits, noise, tables)]
@@ -229,7 +266,10 @@ class Quantize(_Rounder):
 
 @dataclass(frozen=True, eq=False)
 class Encode(_Rounder):
-    """Numbers in, codes out. `nan_to` is where NaN goes in a format that has none: "zero" or "saturate"."""
+    """Numbers in, codes out. `nan_to` is where NaN goes in a format that has none: "zero" or "saturate".
+
+    "raise": the result does not matter, and whoever calls looks for NaN (`is_nan`).
+    """
 
     nan_to: str
     scaled: bool = False  # are numbers multiplied by a factor first, in their own dtype?
@@ -240,11 +280,22 @@ class Encode(_Rounder):
 
     @cached_property
     def nan_codes(self) -> tuple[int, int]:
-        return _nan_codes(self.fmt, self.nan_to)
+        return _nan_codes(self.fmt, "zero" if self.nan_to == "raise" else self.nan_to)
+
+    @property
+    def refuses_nan(self) -> bool:
+        return self.nan_to == "raise" and not self.fmt.has_nan
+
+    def is_nan(self, stored: Tensor) -> Tensor:
+        """Which numbers are NaN, of stored bits."""
+        return (self.own.bits(stored) & self.own.magnitude) > self.own.infinity
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
         if factor is not None:
             stored = (stored.view(self.dtype) * factor).view(self.own.storage)
+        if self.wide_grid is not None and grids.in_vectors(stored):
+            bits, noise = self._widened(stored, key)
+            return grids.encode(bits, self.wide_grid, noise, self.nan_to).to(self.storage)
         return self.codes(*self._enter(stored, key), tables)
 
     def codes(self, bits: Tensor, noise: Tensor | None, tables: Tables) -> Tensor:

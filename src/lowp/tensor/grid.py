@@ -9,6 +9,9 @@ and one more for each binade that the magnitude lies under `emin`; a carry into 
 """
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -61,16 +64,16 @@ class Grid:
         return self.lowest_field == 1
 
     @property
+    def powers_of_two(self) -> bool:
+        """Are the values powers of two, of a binade each that the carrier has as normal numbers?"""
+        return self.mantissa_bits == 0 and not self.shares_lowest_binade
+
+    @property
     def suits_float_unit(self) -> bool:
         """May steps be counted by `_in_steps`: float32 bits, and a scale that is a normal number in every binade?"""
         c = self.carrier
         top_field = (self.max_bits >> c.fraction_bits) + 1
         return c.dtype == torch.float32 and not self.shares_lowest_binade and top_field < 2 * c.bias + self.mantissa_bits
-
-    @property
-    def ties_in_floats(self) -> bool:
-        """May the chip's own rounding to the nearest even integer decide: in steps, an even number is an even rank?"""
-        return self.suits_float_unit and self.mode is Rounding.NEAREST and self.mantissa_bits > 0
 
     @property
     def suits_addition(self) -> bool:
@@ -138,11 +141,6 @@ def _full(like: Tensor, value: int) -> Tensor:
     return torch.full_like(like, value)
 
 
-def _magnitude(bits: Tensor, carrier: Carrier) -> Tensor:
-    """Without the sign, and NaN as infinity: what is added later cannot overflow then, with which compilers take liberties."""
-    return (bits & carrier.magnitude).clamp(max=carrier.infinity)
-
-
 def _sign_of(bits: Tensor) -> Tensor:
     """-1 where negative, else 0."""
     return bits >> (bits.dtype.itemsize * 8 - 1)
@@ -164,11 +162,9 @@ def quantize(bits: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     c, mode = g.carrier, g.mode
     magnitude, negative = bits & c.magnitude, _sign_of(bits)
     if mode is Rounding.STOCHASTIC and floats_pay(bits) and g.suits_float_unit:
-        steps, field = _in_steps(magnitude, g)
-        result = (_stochastic_steps(steps, noise, g) * (field - g.mantissa_bits << c.fraction_bits).view(c.dtype)).view(
-            c.storage
-        )
-        return _finish(result, bits, magnitude, negative, g)
+        steps, binade = _in_steps(magnitude, g)
+        step = (binade - (g.mantissa_bits << c.fraction_bits)).view(c.dtype)
+        return _finish((_stochastic_steps(steps, noise, g) * step).view(c.storage), bits, magnitude, negative, g)
     # NaN counts as infinity here: what is added cannot overflow then, with which compilers take liberties.
     above = magnitude.clamp(0 if g.shares_lowest_binade else g.smallest_bits, c.infinity)
     drop = _bits_to_drop(above, g)
@@ -249,15 +245,27 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     NaN, or in a format without one, zero or the largest value (`nan_to`).
     """
     c = g.carrier
-    magnitude, negative = _magnitude(bits, c), _sign_of(bits)
-    if g.shares_lowest_binade:
+    magnitude, negative = bits & c.magnitude, _sign_of(bits)
+    in_floats = g.suits_addition and c.dtype == torch.float32 and floats_pay(bits)
+    capped = None  # the rank of all that is too large, NaN included, if it has one at once
+    if in_floats or (g.powers_of_two and g.mode is Rounding.NEAREST and c.dtype == torch.float32):
+        capped = min(g.overflow_code, g.max_code + 1)
+        magnitude = magnitude.clamp(max=g.max_bits if capped == g.max_code else g.first_over_bits)
+    else:
+        # NaN as infinity: what is added later cannot overflow then, with which compilers take liberties.
+        magnitude = magnitude.clamp(max=c.infinity)
+    if in_floats:
+        rank = _nearest_rank(magnitude, g)
+    elif g.shares_lowest_binade:
         rank = cut(magnitude, g.dropped, lambda: (magnitude >> g.dropped) & 1, g.mode, negative, noise, c.noise_bits)
     else:
         rank = _rank(magnitude, negative, g, noise)
-    rank = _overflow(rank, magnitude, negative, g.max_code, g.overflow_code, g.infinity_code, g)
+    if capped != g.overflow_code:
+        rank = _overflow(rank, magnitude, negative, g.max_code, g.overflow_code, g.infinity_code, g)
     nan_rank = g.nan_code if g.nan_code >= 0 else (0 if nan_to == "zero" else g.max_code)
     is_nan = (bits & c.magnitude) > c.infinity
-    rank = torch.where(is_nan, _full(rank, nan_rank), rank)
+    if not capped == g.overflow_code == nan_rank:
+        rank = torch.where(is_nan, _full(rank, nan_rank), rank)
     if g.fixed:
         code = (rank ^ negative) - negative  # two's complement
         return code & ((1 << g.bits) - 1)
@@ -270,10 +278,14 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
 
 def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     c = g.carrier
-    if floats_pay(magnitude) and (g.ties_in_floats or (g.suits_float_unit and noise is not None)):
-        steps, field = _in_steps(magnitude, g)
-        whole = torch.round(steps) if noise is None else _stochastic_steps(steps, noise, g)
-        return whole.to(c.compute) + (field - g.lowest_field << g.mantissa_bits)
+    if floats_pay(magnitude) and g.suits_float_unit and noise is not None:
+        steps, binade = _in_steps(magnitude, g)
+        return _stochastic_steps(steps, noise, g).to(c.compute) + _codes_below(binade, g)
+    if g.powers_of_two:  # ranks are exponent fields, and as many bits go everywhere
+        above = magnitude.clamp(min=g.smallest_bits)
+        field = cut(above, g.dropped, lambda: _is_odd(above, g.dropped, g), g.mode, negative, noise, c.noise_bits)
+        rank = field - (g.lowest_field - 1)
+        return torch.where(_becomes_zero(magnitude, negative, g, noise), torch.zeros_like(rank), rank)
     field = (magnitude >> c.fraction_bits).clamp(min=1)
     significand = _significand(magnitude, field, c)
     under = g.dropped + g.lowest_field - field  # bits to cut off, before any limit
@@ -286,7 +298,7 @@ def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) ->
     return binades + cut(
         significand,
         drop,
-        lambda: ((significand >> drop) + (binades if g.mantissa_bits == 0 else 0)) & 1,
+        lambda: (significand >> drop) & 1,
         g.mode,
         negative,
         noise,
@@ -294,18 +306,36 @@ def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) ->
     )
 
 
-def _in_steps(magnitude: Tensor, g: Grid) -> tuple[Tensor, Tensor]:
-    """Magnitudes counted in the grid's steps, as floats, and the exponent field of the binade that the steps belong to.
+def _codes_below(binade: Tensor, g: Grid) -> Tensor:
+    """How many codes the binades between the lowest and this one have."""
+    return (binade - (g.lowest_field << g.carrier.fraction_bits)) >> g.dropped
 
-    GPUs have half as many integer units as float units and reinterpret bits for free: scaling by a power of two and rounding
-    in floats is what lets encoding run at the speed of memory there (0.99 of a copy instead of 0.80 on an H200). Exact: the
-    product is at most 2^(m+1) and has the magnitude's own bits. What is too large is capped beyond the largest value.
+
+def _nearest_rank(magnitude: Tensor, g: Grid) -> Tensor:
+    """`_rank` to nearest where a grid `suits_addition`: `nearest_in_floats` begins in the same way.
+
+    Adding c = 2^(F - m) * 2^e, e being the exponent of the binade, leaves the magnitude in steps, rounded, in the sum's last
+    bits. (Magnitudes are capped at the first that overflows, which is of the largest value's binade.)
+    """
+    c, lowest = g.carrier, g.lowest_field << g.carrier.fraction_bits
+    binade = _full(magnitude, lowest) if g.fixed else (magnitude & c.infinity).clamp(min=lowest)
+    large = binade + (g.dropped << c.fraction_bits)
+    steps = (magnitude.view(c.dtype) + large.view(c.dtype)).view(c.storage) - large
+    return steps if g.fixed else steps + _codes_below(binade, g)
+
+
+def _in_steps(magnitude: Tensor, g: Grid) -> tuple[Tensor, Tensor]:
+    """Magnitudes counted in the grid's steps, as floats, and the bits of 2^e, e being the exponent of their binade.
+
+    For kernels, where bits are seen as floats for nothing: scaling by a power of two and rounding in floats takes half as many
+    instructions (and GPUs have twice as many float units as integer units). Exact: the product is at most 2^(m+1) and has the
+    magnitude's own bits. What is too large is capped beyond the largest value.
     """
     c = g.carrier
     capped = magnitude.clamp(max=g.max_bits + (1 << c.fraction_bits))
-    field = (capped >> c.fraction_bits).clamp(min=g.lowest_field)
-    inverse = ((2 * c.bias + g.mantissa_bits) - field) << c.fraction_bits
-    return capped.view(c.dtype) * inverse.view(c.dtype), field
+    binade = (capped & c.infinity).clamp(min=g.lowest_field << c.fraction_bits)
+    inverse = (2 * c.bias + g.mantissa_bits << c.fraction_bits) - binade
+    return capped.view(c.dtype) * inverse.view(c.dtype), binade
 
 
 def nearest_in_floats(x: Tensor, g: Grid) -> Tensor:
@@ -342,7 +372,7 @@ def _stochastic_steps(steps: Tensor, noise: Tensor | None, g: Grid) -> Tensor:
     span = 1 << g.carrier.noise_bits
     whole = torch.floor(steps)
     covered = ((steps - whole) * float(span)).to(g.carrier.compute)
-    return whole + (noise > (span - 1) - covered).to(steps.dtype)
+    return torch.where(noise + covered >= span, whole + 1.0, whole)
 
 
 def decode(code: Tensor, g: Grid) -> Tensor:
@@ -378,9 +408,14 @@ def _bits_of_rank(rank: Tensor, g: Grid) -> Tensor:
     normal = (rank << g.dropped) + (g.lowest_field - 1 << c.fraction_bits)
     if g.mantissa_bits == 0:
         return torch.where(rank == 0, rank, normal)
-    # A subnormal is an integer number of smallest steps: that integer as a float, times a power of two.
-    subnormal = bits_of_integer(rank, g.mantissa_bits, c) + (g.lowest_field - g.mantissa_bits - c.bias << c.fraction_bits)
-    subnormal = torch.where(rank == 0, rank, subnormal)
+    if in_vectors(rank) and c.dtype == torch.float32:
+        # A subnormal is a normal number of the lowest binade without its leading one.
+        one = g.lowest_field << c.fraction_bits
+        subnormal = (((rank << g.dropped) + one).view(c.dtype) - number_of_bits(one, c)).view(c.storage)
+    else:
+        # It is an integer number of smallest steps: that integer as a float, times a power of two.
+        subnormal = bits_of_integer(rank, g.mantissa_bits, c) + (g.lowest_field - g.mantissa_bits - c.bias << c.fraction_bits)
+        subnormal = torch.where(rank == 0, rank, subnormal)
     return subnormal if g.fixed else torch.where(rank < 1 << g.mantissa_bits, subnormal, normal)
 
 
@@ -390,7 +425,7 @@ def bits_of_integer(number: Tensor, width: int, carrier: Carrier) -> Tensor:
     Kernels convert, in registers. Plain operations stay in integers: what they make is a tensor, and 16-bit numbers must not
     become wide floats. They count the bits of small integers, and halve the range of others.
     """
-    if becomes_graph():
+    if becomes_kernel():
         if carrier is F64:
             return number.to(torch.float64).view(torch.int64)
         assert width <= 24
@@ -415,6 +450,30 @@ def normalized(number: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return number, total
 
 
+_now = threading.local()
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Within it, what this thread runs is recorded for one of our own printers (lists/trace.py)."""
+    before, _now.printing = getattr(_now, "printing", False), True
+    try:
+        yield
+    finally:
+        _now.printing = before
+
+
+def becomes_kernel() -> bool:
+    """Is what runs now being recorded by a compiler, ours or the user's? It keeps in registers what tensors are here."""
+    return getattr(_now, "printing", False) or becomes_graph()
+
+
+def in_vectors(numbers: Tensor) -> bool:
+    """Will what runs now be C++ of our own?"""
+    return getattr(_now, "printing", False) and numbers.device.type == "cpu"
+
+
 def floats_pay(numbers: Tensor) -> bool:
-    """In kernels on a GPU; as plain operations they would be float32 tensors."""
-    return numbers.device.type == "cuda" and becomes_graph()
+    """In kernels on a GPU, and in ours on a CPU. As plain operations they would be float32 tensors; inductor's vectors on a CPU
+    pass through memory wherever bits are seen as floats."""
+    return in_vectors(numbers) or (numbers.device.type == "cuda" and becomes_kernel())

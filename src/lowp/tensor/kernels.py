@@ -6,13 +6,15 @@ for any number of elements; the result is called directly.
 
 1. A kernel is built at the first call on a tensor of 64 k elements or more, or at the 32nd on smaller ones. Until then small
    tensors take the plain operations, which need no compiler but some 100 microseconds.
-2. On a CPU the traced program is printed as C++ (lists/flat.py): built in a second or two, 2 microseconds a call. (inductor's
+2. On a CPU the traced program is printed as C++ (lists/flat.py): built in a second, half a microsecond a call. (inductor's
    C++ for the same program takes 2 to 5 times as long on numbers in the cache, since its vectors pass through memory wherever
-   bits are seen as floats, and 5 to 10 seconds to build.)
+   bits are seen as floats, and 5 to 10 seconds to build.) A call whose arguments but the data are those of an earlier call goes
+   to its kernel at once (`run_ready`): of 15 microseconds, checking arguments and making views took 12.
 3. On CUDA it is printed as Triton (lists/flat_triton.py): one launch, in a second or two as well.
 4. No working compiler: the plain operations serve, piece by piece through the cache, and a warning says so, once.
 """
 
+import ctypes
 import os
 import threading
 import time
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowp.formats import format as parse_format
@@ -33,6 +36,7 @@ from lowp.tensor.core import (
     Encode,
     Operation,
     Quantize,
+    code_dtype,
     code_storage,
     encode_operation,
     quantize_operation,
@@ -40,13 +44,19 @@ from lowp.tensor.core import (
 )
 from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.memory import flat_memory
-from lowp.tensor.noise import KEY_SIZE, Noise, blocks, key_tensor
+from lowp.tensor.noise import KEY_SIZE, Noise, blocks, in_one_block, key_numbers, key_tensor
 
 _CPU = torch.device("cpu")
+_Key = ctypes.c_int32 * KEY_SIZE
+# Found once: each dot is a look-up of 20 nanoseconds.
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_modes = torch._C._len_torch_dispatch_stack
+_is_compiling = torch.compiler.is_compiling
+_threads = torch.get_num_threads
 
 SMALL = 1 << 16  # elements
-IN_CACHE = 1 << 19  # elements
 CALLS_BEFORE_BUILD = 32
+MOST_READY = 4096  # calls
 MAX_ELEMENTS = 1 << 30  # a call: 32-bit indices stay valid in the kernels
 POLICIES = ("auto", "always", "never")
 
@@ -61,6 +71,7 @@ def _checked(policy: str) -> str:
 class _State:
     policy: str = field(default_factory=lambda: _checked(os.environ.get("LOWP_KERNELS", "auto")))
     kernels: dict[tuple[Any, torch.device], Any] = field(default_factory=dict)
+    ready: dict[tuple[Any, ...], "_CppKernel"] = field(default_factory=dict)  # by the arguments of a call
     small_calls: dict[tuple[Any, torch.device], int] = field(default_factory=dict)
     build_seconds: list[float] = field(default_factory=list)
     warned: bool = False
@@ -77,6 +88,7 @@ def set_kernel_policy(policy: str) -> None:
     The environment variable LOWP_KERNELS sets it at start. Results are the same bit for bit in every case.
     """
     _state.policy = _checked(policy)
+    _state.ready.clear()
 
 
 @contextmanager
@@ -106,28 +118,89 @@ def run(
     """Apply an operation to flat, contiguous integer tensors of the same length (`out` may be the input itself).
 
     `factor`, one number in the tensor's dtype, is for operations that scale.
-    `check(start, stop)` is called on each piece before it is worked on, and may raise. On a CPU pieces are then small enough to
-    stay in the cache between the two: looking at everything first would read it twice.
+    `check(start, stop)` raises where the operation refuses what is in a piece. Kernels on a CPU find that out as they go (they
+    return 1); otherwise it is called on each piece before it is worked on.
     """
     count = stored.numel()
     if count == 0:
         return
     kernel = _kernel(operation, stored.device, count)
     tables = tables_on(operation, stored.device)
-    most = SMALL if kernel is None else (IN_CACHE if check is not None and stored.device.type == "cpu" else MAX_ELEMENTS)
-    for start, stop in _pieces(count, noise, most):
-        if check is not None:
+    looks = isinstance(kernel, _CppKernel)
+    for start, stop in _pieces(count, noise, SMALL if kernel is None else MAX_ELEMENTS):
+        if check is not None and not looks:
             check(start, stop)
         whole = stop - start == count
         source, target = (stored, out) if whole else (stored[start:stop], out[start:stop])
         home = stored.device if kernel is None or noise is None else noise.home(stored.device)
         key = None if noise is None else key_tensor(noise, start, home)
         if kernel is not None:
-            kernel(source, tables, key, factor, target)
+            if kernel(source, tables, key, factor, target) and check is not None:
+                check(start, stop)
         elif factor is not None:
             target.copy_(operation(source, tables, key, factor))  # type: ignore[call-arg]  # it scales
         else:
             target.copy_(operation(source, tables, key))
+
+
+def run_ready(call: tuple[Any, ...], x: Any, out: Any, noise: Noise | None = None) -> Tensor | None:
+    """The result of a call that was made before on other data; None: it must be made in full.
+
+    `call` holds the arguments but x, out and the noise. They were checked in the call that `remember` recorded, so what is left
+    to look at are the tensors, and whether somebody must see every operation. The result of such a call needs no gradient: that
+    x requires one makes no difference.
+    """
+    kind = type(x)
+    if (
+        (kind is not Tensor and kind is not Parameter)
+        or not x.is_cpu
+        or x.layout is not torch.strided
+        or x.is_nested
+        or x.is_neg()
+        or _is_wrapped(x)
+        or _modes()
+        or _is_compiling()
+        or not x.is_contiguous()
+    ):
+        return None
+    try:
+        kernel = _state.ready.get((call, x.dtype, None if out is None else out.dtype, noise is None))
+    except (TypeError, AttributeError):  # a format that is no name, an `out` that is no tensor: checked in full
+        return None
+    if kernel is None:
+        return None
+    count, key = x.numel(), None
+    if noise is not None:
+        numbers = key_numbers(noise, 0)
+        if numbers is None or not in_one_block(noise, count):
+            return None
+        key = _Key(*numbers)
+    if out is None:
+        result = torch.empty_like(x) if kernel.dtype is x.dtype else torch.empty_like(x, dtype=kernel.dtype)
+        target = result.data_ptr()
+    else:
+        if type(out) is not Tensor or out.shape != x.shape or not out.is_cpu or not out.is_contiguous() or out.is_neg():
+            return None
+        if out.requires_grad or _is_wrapped(out):
+            return None
+        result, source, target = out, x.data_ptr(), out.data_ptr()
+        apart = source + count * x.itemsize <= target or target + count * out.itemsize <= source
+        if not apart and (source != target or out.dtype is not x.dtype):
+            return None
+    if kernel.run(x.data_ptr(), target, key, None, *kernel.tables, count, _threads()):
+        return None  # with an error
+    if out is not None:
+        torch.autograd.graph.increment_version(out)
+    return result
+
+
+def remember(call: tuple[Any, ...], operation: Operation, x: Tensor, out: Tensor | None, noise: Noise | None) -> None:
+    """Let `run_ready` make this call from now on, if there is a kernel for it."""
+    kernel = _state.kernels.get((operation, _CPU))
+    if isinstance(kernel, _CppKernel) and _state.policy != "never":
+        if len(_state.ready) >= MOST_READY:
+            _state.ready.clear()
+        _state.ready[call, x.dtype, None if out is None else out.dtype, noise is None] = kernel
 
 
 def _pieces(count: int, noise: Noise | None, most: int) -> list[tuple[int, int]]:
@@ -204,28 +277,40 @@ def _quantizer(format: str, rounding: str, saturate: bool, dtype: torch.dtype) -
 
 
 class _CppKernel:
-    """One operation on a CPU, for any number of elements."""
+    """One operation on a CPU, for any number of elements. `run` takes addresses; it returns 1 if it met what is refused."""
 
     def __init__(self, operation: Operation) -> None:
-        def function(stored: Tensor, numbers: Tensor, scalars: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
-            if isinstance(operation, Quantize):
-                return operation.in_vectors(stored, tables, numbers if operation.stochastic else None)
-            factor = [scalars[0]] if operation.scaled else []
-            return operation(stored, tables, numbers if operation.stochastic else None, *factor)
+        refuses = isinstance(operation, Encode) and operation.refuses_nan
+        scaled = not isinstance(operation, Quantize) and operation.scaled
+
+        def function(stored: Tensor, numbers: Tensor, scalars: Tensor, tables: tuple[Tensor, ...]) -> list[Tensor]:
+            key = numbers if operation.stochastic else None
+            factor = [scalars[0]] if scaled else []
+            result = operation(stored, tables, key, *factor)
+            return [result, operation.is_nan(stored)] if refuses else [result]  # type: ignore[union-attr]  # it encodes
 
         from lowp.tensor.lists import flat  # what compiles is loaded when something is compiled
 
         source, target = _dtypes(operation)
-        scaled = not isinstance(operation, Quantize) and operation.scaled
         keys = KEY_SIZE if operation.stochastic else 0
         # A quantizer in floats multiplies by powers of two only.
         exact = isinstance(operation, Quantize)
-        self._run = flat.build(function, [source], target, keys, int(scaled), tables_on(operation, _CPU), exact)
+        self._tables = tables_on(operation, _CPU)  # kept: the kernel knows their addresses
+        words = range(KEY_SIZE - 1) if keys else ()  # of a key; its last number is an index
+        self._call = flat.build(function, [source], target, keys, int(scaled), self._tables, exact, words)
+        self.run = self._call.run
+        self.tables = [table.data_ptr() for table in self._tables]
+        # of the result, as users see it
+        self.dtype = (
+            operation.dtype
+            if isinstance(operation, Decode)
+            else (operation.out_dtype if isinstance(operation, Quantize) else code_dtype(operation.fmt))
+        )
 
     def __call__(
         self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, factor: Tensor | None, out: Tensor
-    ) -> None:
-        self._run([stored], out, key, factor, tables)
+    ) -> int:
+        return self._call([stored], out, key, factor, tables)
 
 
 class _TritonKernel:

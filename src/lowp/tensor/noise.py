@@ -19,6 +19,7 @@ add a member to `Domain` and its numbers to `STREAMS`.
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -136,6 +137,22 @@ def _key_words(domain: int, seed: Word, step: Word, stream: Word, block: int = 0
     return state
 
 
+@lru_cache(maxsize=256)
+def _state_after(domain: int, seed: int, step: int) -> list[Word]:
+    """What all streams of a step begin with. (Not to be changed.)"""
+    return _absorb(_absorb(_begin(domain), words_of(seed)), words_of(step))
+
+
+def key_numbers(noise: Noise, first: int) -> "list[int] | None":
+    """`key_tensor` as numbers, for noise that is made of integers; None for other noise."""
+    seed, step, stream, offset = noise.seed, noise.step, noise.stream, noise.offset
+    if not (isinstance(seed, int) and isinstance(step, int) and isinstance(stream, int) and isinstance(offset, int)):
+        return None  # tensors, or a compiler's symbols
+    block, low = divmod(offset + first, _INDICES)
+    key = _absorb(_state_after(noise.domain, seed, step), words_of(stream))
+    return _round_keys(_absorb(key, words_of(block)) if block else key, low)  # type: ignore[return-value]  # integers all
+
+
 def words_of(number: Word) -> list[Word]:
     """64 bits as four words."""
     return [number >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
@@ -156,15 +173,13 @@ def key_columns(domain: Domain, seed: Sequence[Word], step: Sequence[Word], stre
 
 def key_tensor(noise: Noise, first: int, device: torch.device) -> Tensor:
     """The keys of the rounds for elements from index `first` on (all of one block), and the index of `first` in its block."""
+    if (numbers := key_numbers(noise, first)) is not None:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
     if isinstance(noise.seed, Tensor) or isinstance(noise.step, Tensor):
         block, low = divmod(noise.offset + first, _INDICES)
         key = _key_words(noise.domain, _as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream, block)
         return torch.stack([_as_int64(word, device) for word in _round_keys(key, low)]).to(torch.int32)
-    if any(isinstance(part, torch.SymInt) for part in (noise.seed, noise.step, noise.stream, noise.offset)):
-        return _key_of_integers(noise.domain, noise.seed, noise.step, noise.stream, noise.offset + first, device)
-    block, low = divmod(noise.offset + first, _INDICES)
-    key = _key_words(noise.domain, noise.seed, noise.step, noise.stream, block)
-    return torch.tensor(_round_keys(key, low), dtype=torch.int32, device=device)
+    return _key_of_integers(noise.domain, noise.seed, noise.step, noise.stream, noise.offset + first, device)  # SymInts
 
 
 def _round_keys(key: list[Word], low: Word) -> list[Word]:
@@ -186,6 +201,10 @@ def _as_int64(value: "int | Tensor", device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.reshape(()).to(device=device, dtype=torch.int64)
     return torch.full((), value, dtype=torch.int64, device=device)
+
+
+def in_one_block(noise: Noise, count: int) -> bool:
+    return noise.offset % _INDICES + count <= _INDICES
 
 
 def blocks(noise: Noise, count: int) -> "list[tuple[int, int]]":
@@ -237,4 +256,6 @@ def draws(key: Tensor, like: Tensor, count: int) -> list[Tensor]:
 
 def _first_words(key: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape) + key[_DRAW_ROUNDS]
-    return _philox2(index & 0xFFFF, index >> 16, key, range(_DRAW_ROUNDS))
+    return _philox2(
+        index & 0xFFFF, (index >> 16) & 0xFFFF, key, range(_DRAW_ROUNDS)
+    )  # (which tells a printer that it is 16 bits)

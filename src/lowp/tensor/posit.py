@@ -28,6 +28,11 @@ class Shape:
     largest_bits: int
     smallest_bits: int
 
+    @property
+    def is_normal(self) -> bool:
+        """Are all posits normal numbers of the carrier, with bits to spare?"""
+        return self.smallest_bits >= 1 << self.carrier.fraction_bits and self.width - 3 < self.carrier.fraction_bits
+
     @staticmethod
     def of(fmt: PositFormat, carrier: Carrier) -> "Shape":
         largest, smallest = (carrier.power_of_two(sign * fmt.max_exponent) for sign in (1, -1))
@@ -57,6 +62,27 @@ def rank(magnitude: Tensor, negative: Tensor, shape: Shape, mode: Rounding) -> T
         under = torch.zeros_like(result)
     else:
         under = ((magnitude > 0) if grows is True else (magnitude > 0) & grows).to(result.dtype)
+    return torch.where(magnitude < shape.smallest_bits, under, result)
+
+
+def rounded(magnitude: Tensor, negative: Tensor, shape: Shape, mode: Rounding) -> Tensor:
+    """The carrier's bits of the posits that `rank` finds, where `Shape.is_normal`: nothing has to be looked up.
+
+    Where the string is cut, so is the carrier's: exponent and fraction, read as one integer, lose as many bits as the string.
+    """
+    carrier, fraction_bits, es = shape.carrier, shape.carrier.fraction_bits, shape.exponent_size
+    scaled = magnitude.clamp(shape.smallest_bits, shape.largest_bits - 1) - (carrier.bias << fraction_bits)
+    regime = scaled >> (fraction_bits + es)
+    below = regime >> (regime.dtype.itemsize * 8 - 1)  # -1 where the regime is negative: a run of zeros
+    drop = (regime ^ below) + (es + fraction_bits - shape.width + 3)
+    # The last bit of the string is the last that is kept of the tail, or the end of the regime: a one after zeros.
+    bare = drop == es + fraction_bits
+    result = cut(scaled, drop, lambda: torch.where(bare, below, scaled >> drop) & 1, mode, negative, None, carrier.noise_bits)
+    result = (result << drop) + (carrier.bias << fraction_bits)
+    result = torch.where(magnitude >= shape.largest_bits, torch.full_like(result, shape.largest_bits), result)
+    grows = away_from_zero(mode, negative)
+    smallest, nothing = torch.full_like(result, shape.smallest_bits), torch.zeros_like(result)
+    under = nothing if grows is False else torch.where((magnitude > 0) & grows, smallest, nothing)
     return torch.where(magnitude < shape.smallest_bits, under, result)
 
 

@@ -1,12 +1,14 @@
 """A traced function of flat tensors as one C++ loop: `out = function(*sized, numbers, scalars, tables)`.
 
+A function that gives a list of two returns truth values besides: the loop returns 1 if any of them is true.
+
 The form of a kernel for one tensor, where cpp.py has the one for a list of tensors: addresses and a length come as arguments,
 so that a small call costs two microseconds. Work is divided among the threads that torch's own kernels run on (OpenMP's), which
 are awake; a compiler without OpenMP does without.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +16,14 @@ from torch import Tensor
 
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.lists.trace import Element, Program, fused, trace
+from lowp.tensor.lists.trace import Element, Program, fused, in_words, trace
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _CPU = torch.device("cpu")
 _CHUNK = 1 << 12  # elements
 _WORTH_THREADS = 1 << 15  # elements: 8 microseconds on one core
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Tensor | Sequence[Tensor]]
 
 
 def build(
@@ -32,14 +34,22 @@ def build(
     scalars: int,
     tables: Sequence[Tensor],
     exact_products: bool = False,
-) -> Callable[..., None]:
-    """Compile a function for a CPU. The result takes the arguments of `_Kernel.__call__`.
+    words: Collection[int] = (),
+) -> Any:
+    """Compile a function for a CPU: a `_Kernel`.
 
-    Where `exact_products`, a product and a sum may be one operation, which has the same bits then.
+    Where `exact_products`, a product and a sum may be one operation, which has the same bits then. `words` are the places of
+    numbers that have 16 bits (`in_words`).
     """
-    program = trace(lambda *a: [function(*a)], [Element(dtype) for dtype in sized], numbers, scalars, list(tables), _CPU)
+
+    def results(*arguments: Any) -> Sequence[Tensor]:
+        found = function(*arguments)
+        return [found] if isinstance(found, Tensor) else found
+
+    program = trace(results, [Element(dtype) for dtype in sized], numbers, scalars, list(tables), _CPU)
     assert program.results[0].dtype == out, (program.results[0].dtype, out)
-    text = _source(fused(program) if exact_products else program, sized, out, [table.dtype for table in tables])
+    program = fused(program) if exact_products else program
+    text = _source(in_words(program, words) if words else program, sized, out, [table.dtype for table in tables])
     arguments = (*[ctypes.c_void_p] * (len(sized) + 3 + len(tables)), ctypes.c_long, ctypes.c_long)
     try:
         return _Kernel(cpp.build(text, arguments, ["-fopenmp"]))
@@ -51,13 +61,14 @@ def build(
 
 class _Kernel:
     def __init__(self, run: Any) -> None:
-        self._run = run
+        run.restype = ctypes.c_int
+        self.run = run
 
     def __call__(
         self, sized: Sequence[Tensor], out: Tensor, numbers: Tensor | None, scalars: Tensor | None, tables: Sequence[Tensor]
-    ) -> None:
+    ) -> int:
         """All flat, on the CPU, `sized` and `out` of one length."""
-        self._run(
+        return self.run(
             *[x.data_ptr() for x in sized],
             out.data_ptr(),
             None if numbers is None else numbers.data_ptr(),
@@ -73,32 +84,46 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
     printer = Printer()
     statements = [f"const {TYPES[s.result.dtype]} {s.result.name} = {printer.expression(s)};" for s in program.statements]
     result = printer.argument(program.results[0], out)
+    noticed = [f"            noticed |= {program.results[1].name};"] if len(program.results) > 1 else []
     inputs = "".join(f"const {SCALARS[dtype]}* p{i}, " for i, dtype in enumerate(sized))
     looked_up = "".join(f"const {SCALARS[dtype]}* table{i}, " for i, dtype in enumerate(tables))
     indexed = any(s.operation == "index" for s in program.statements)
     lines = [
-        f'extern "C" void run({inputs}{SCALARS[out]}* target, const int32_t* numbers, const float* scalars, {looked_up}'
+        f'extern "C" int run({inputs}{SCALARS[out]}* target, const int32_t* numbers, const float* scalars, {looked_up}'
         "long count, long threads) {",
-        f"    const long chunks = (count + {_CHUNK - 1}) / {_CHUNK};",
-        f"    #pragma omp parallel for num_threads(threads) if(threads > 1 && count >= {_WORTH_THREADS})",
-        "    for (long chunk = 0; chunk < chunks; chunk++) {",
+        "    const auto stretch = [=](const long first, const long last) {",
         "        const Subnormals subnormals;",
         *(
             f"        const auto constant{place} = ::constant{place};" for place in printer.constants.values()
         ),  # a register each
-        *(f"        const i32 {v.name} = splat<i32>(numbers[{place}]);" for place, v in program.numbers.items()),
+        *(
+            f"        const {TYPES[v.dtype]} {v.name} = splat<{TYPES[v.dtype]}>(numbers[{place}]);"
+            for place, v in program.numbers.items()
+        ),
         *(f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in program.scalars.items()),
-        f"        const long first = chunk * {_CHUNK}, last = first + {_CHUNK} < count ? first + {_CHUNK} : count;",
+        "        i32 noticed = {};",
         "        const auto body = [&](long e, long count) __attribute__((always_inline)) {",
         *(["            const i32 index = splat<i32>((int32_t)e) + LANE_NUMBERS;"] if indexed else []),
         *(f"            const {TYPES[dtype]} x{i} = load<{TYPES[dtype]}>(p{i} + e, count);" for i, dtype in enumerate(sized)),
         *(f"            {statement}" for statement in statements),
         f"            store(target + e, {result}, count);",
+        *noticed,
         "        };",
         "        long e = first;",
         "        for (; e + LANES <= last; e += LANES) body(e, LANES);",
         "        if (e < last) body(e, last - e);",
-        "    }",
+        "        int any = 0;",
+        "        for (int l = 0; l < LANES; l++) any |= noticed[l];",
+        "        return any != 0 ? 1 : 0;",
+        "    };",
+        # OpenMP takes half a microsecond to find that there is nothing to divide
+        f"    if (threads < 2 || count < {_WORTH_THREADS}) return stretch(0, count);",
+        f"    const long chunks = (count + {_CHUNK - 1}) / {_CHUNK};",
+        "    int any = 0;",
+        "    #pragma omp parallel for num_threads(threads) reduction(|: any)",
+        "    for (long chunk = 0; chunk < chunks; chunk++)",
+        f"        any |= stretch(chunk * {_CHUNK}, chunk * {_CHUNK} + {_CHUNK} < count ? chunk * {_CHUNK} + {_CHUNK} : count);",
+        "    return any;",
         "}",
     ]
     # vectors of 16 numbers of 64 bits would pass through memory

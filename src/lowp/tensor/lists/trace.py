@@ -1,16 +1,19 @@
 """From a Python function of tensors to the list of statements that a printer writes down.
 
-The function is elementwise torch code, the same that runs eagerly. `make_fx` records what it does to small examples; here the
-record is checked and cleaned: what remains is a sequence of operations on values of known type, each a *number of the element*
-(or of its block, after `amax`), with constants folded in.
+The function is elementwise torch code, the same that runs eagerly. It is called on small examples, and every operation that
+torch carries out is recorded. The result is a sequence of operations on values of known type, each a *number of the element*
+(or of its block, after `amax`), with constants folded in. (`make_fx` records too, but imports torch's compiler: two seconds.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowp.tensor.grid import printing
 
 EXAMPLE = 64  # elements; any number will do
 
@@ -75,113 +78,110 @@ def trace(
     device: torch.device,
 ) -> Program:
     """Record `function(*elements, numbers, scalars, tables)`."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     arguments = [torch.ones(1, 1 if e.of_block else EXAMPLE, dtype=e.dtype, device=device) for e in elements]
-    arguments.append(torch.ones(numbers, dtype=torch.int32, device=device))
-    arguments.append(torch.ones(scalars, dtype=torch.float32, device=device))
-
-    def call(*flat: Tensor) -> tuple[Tensor, ...]:
-        count = len(elements) + 2
-        return tuple(function(*flat[:count], flat[count:]))
-
-    with torch.inference_mode(False), torch.no_grad():
-        graph = make_fx(call)(*arguments, *tables).graph
-    return _Reader(len(elements), len(tables)).read(graph)
+    own = torch.ones(numbers, dtype=torch.int32, device=device)
+    shared = torch.ones(scalars, dtype=torch.float32, device=device)
+    recorder = _Recorder(arguments, own, shared, tables)
+    with torch.inference_mode(False), torch.no_grad(), printing(), recorder:
+        results = tuple(function(*arguments, own, shared, tuple(tables)))
+    return recorder.program(results)
 
 
-class _Reader:
-    """Walks through a graph once."""
+class _Recorder(TorchDispatchMode):
+    """Takes down what is done to the arguments."""
 
-    def __init__(self, elements: int, tables: int) -> None:
-        self._kinds = ["element"] * elements + ["numbers", "scalars"] + ["table"] * tables
-        self._known: dict[Any, Any] = {}  # node -> Value, constant, or ("numbers" | "scalars" | "table", index)
+    def __init__(self, elements: Sequence[Tensor], numbers: Tensor, scalars: Tensor, tables: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._elements = tuple(Value(f"x{i}", element.dtype) for i, element in enumerate(elements))
+        self._known: dict[int, Any] = {}  # a tensor's id -> Value, constant, or ("numbers" | "scalars" | "table", index)
+        self._alive: list[Tensor] = []  # so that an id stays a tensor's own
         self._numbers: dict[int, Value] = {}
         self._scalars: dict[int, Value] = {}
         self._statements: list[Statement] = []
+        for tensor, known in zip(elements, self._elements, strict=True):
+            self._know(tensor, known)
+        self._know(numbers, ("numbers", 0))
+        self._know(scalars, ("scalars", 0))
+        for i, table in enumerate(tables):
+            self._know(table, ("table", i))
 
-    def read(self, graph: Any) -> Program:
-        elements: list[Value] = []
-        results: tuple[Value, ...] = ()
-        kinds = iter(self._kinds)
-        first_table = self._kinds.index("table") if "table" in self._kinds else 0
-        for position, node in enumerate(graph.nodes):
-            if node.op == "placeholder":
-                kind = next(kinds)
-                if kind == "element":
-                    self._known[node] = Value(f"x{len(elements)}", node.meta["val"].dtype)
-                    elements.append(self._known[node])
-                else:
-                    self._known[node] = (kind, position - first_table)
-            elif node.op == "call_function":
-                self._known[node] = self._call(node)
-            elif node.op == "output":
-                results = tuple(self._as_value(result) for result in node.args[0])
-            else:
-                raise NotImplementedError(f"{node.op} in an elementwise function: {node.format_node()}")
-        statements = _needed(_short_roots(self._statements), results)
-        return Program(tuple(elements), self._numbers, self._scalars, statements, results)
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise torch imports Dynamo at the first operation, to tell it to stay away (seen in 2.11 and 2.13)."""
+        return False
 
-    def _as_value(self, node: Any) -> Value:
-        known = self._known[node]
-        if isinstance(known, Value):
-            return known
-        return self._emit("constant", node, (known,), node.meta["val"].dtype)
-
-    def _emit(self, operation: str, node: Any, arguments: tuple, operand: torch.dtype) -> Value:
-        result = Value(f"v{len(self._statements)}", node.meta["val"].dtype)
-        self._statements.append(Statement(operation, result, arguments, operand))
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._know(result, self._call(str(func).removeprefix("aten."), args, kwargs or {}, result))
         return result
 
-    def _call(self, node: Any) -> Any:
-        name = str(node.target).removeprefix("aten.")
-        first = self._known.get(node.args[0]) if node.args and hasattr(node.args[0], "op") else None
+    def _know(self, tensor: Tensor, known: Any) -> None:
+        self._known[id(tensor)] = known
+        self._alive.append(tensor)
+
+    def _of(self, argument: Any) -> Any:
+        """What stands for an argument: a value or a constant."""
+        if not isinstance(argument, Tensor):
+            return argument
+        if id(argument) not in self._known:
+            raise NotImplementedError("an elementwise function uses a tensor that is none of its arguments")
+        return self._known[id(argument)]
+
+    def program(self, results: Sequence[Tensor]) -> Program:
+        values = tuple(self._as_value(result) for result in results)
+        statements = _needed(_short_roots(self._statements), values)
+        return Program(self._elements, self._numbers, self._scalars, statements, values)
+
+    def _as_value(self, result: Tensor) -> Value:
+        known = self._of(result)
+        return known if isinstance(known, Value) else self._emit("constant", result, (known,), result.dtype)
+
+    def _emit(self, operation: str, result: Tensor, arguments: tuple, operand: torch.dtype) -> Value:
+        value = Value(f"v{len(self._statements)}", result.dtype)
+        self._statements.append(Statement(operation, value, arguments, operand))
+        return value
+
+    def _call(self, name: str, args: tuple, kwargs: dict, result: Tensor) -> Any:
+        first = self._of(args[0]) if args and isinstance(args[0], Tensor) else None
         if name in _SAME:
             return first
         if name in _FILLED:
             return _FILLED[name]
-        if name == "full_like.default":
-            return node.args[1]
-        if name == "full.default":
-            return node.args[1]
+        if name in ("full_like.default", "full.default"):
+            return args[1]
         if name == "select.int":
             assert isinstance(first, tuple), "only numbers and scalars are looked up by place"
-            kind, place = first[0], node.args[2]
+            kind, place = first[0], args[2]
             found = self._numbers if kind == "numbers" else self._scalars
-            return found.setdefault(place, Value(f"{kind[0]}{place}", node.meta["val"].dtype))
+            return found.setdefault(place, Value(f"{kind[0]}{place}", result.dtype))
         if name.startswith("arange"):
-            return self._emit("index", node, (), torch.int32)
+            return self._emit("index", result, (), torch.int32)
         if name == "view.dtype":
-            return self._emit("bitcast", node, (first,), node.args[0].meta["val"].dtype)
+            return self._emit("bitcast", result, (first,), args[0].dtype)
         operation = _OPERATIONS.get(name.split(".")[0])
         if operation is None:
             raise NotImplementedError(f"aten.{name} is not among the elementwise operations that can be printed")
-        if (node.kwargs and operation != "convert") or (operation == "rsub" and len(node.args) > 2):
-            raise NotImplementedError(f"aten.{name} with {', '.join(node.kwargs) or 'alpha'} cannot be printed")
+        if (kwargs and operation != "convert") or (operation == "rsub" and len(args) > 2):
+            raise NotImplementedError(f"aten.{name} with {', '.join(kwargs) or 'alpha'} cannot be printed")
         if operation == "look_up":
             assert isinstance(first, tuple)
-            (index,) = node.args[1]
-            return self._emit(operation, node, (first[1], self._known[index]), torch.int32)
-        arguments = [self._known[a] if hasattr(a, "op") else a for a in node.args]
+            (index,) = args[1]
+            return self._emit(operation, result, (first[1], self._of(index)), torch.int32)
+        arguments = [self._of(a) for a in args]
         if operation == "clamp":
             low, high = (*arguments[1:], None, None)[:2]
             arguments = [arguments[0], low, high]
         elif operation == "amax":
             arguments = arguments[:1]
         if operation == "convert":
-            operand = node.args[0].meta["val"].dtype
+            operand = args[0].dtype
         elif operation in COMPARE:
-            operand = torch.result_type(*(_alike(a.meta["val"]) if hasattr(a, "op") else a for a in node.args))
+            operand = torch.result_type(*args)
         else:
-            operand = node.meta["val"].dtype
+            operand = result.dtype
         if operation != "convert" and operand in (torch.float16, torch.bfloat16):
             raise NotImplementedError(f"aten.{name} of {operand}: arithmetic is in float32, 16 bits are for storage")
-        return self._emit(operation, node, tuple(arguments), operand)
-
-
-def _alike(example: Tensor) -> Tensor:
-    """Another tensor of that type: examples that were recorded at different times do not meet in one operation."""
-    return torch.empty(example.shape, dtype=example.dtype, device="meta")
+        return self._emit(operation, result, tuple(arguments), operand)
 
 
 def _short_roots(statements: list[Statement]) -> list[Statement]:
@@ -224,6 +224,62 @@ def fused(program: Program) -> Program:
 
     statements = _needed([fuse(s) for s in program.statements], program.results)
     return Program(program.elements, program.numbers, program.scalars, statements, program.results)
+
+
+_WORD = torch.uint16  # values of the program only: no function sees it
+
+
+def in_words(program: Program, numbers: Collection[int]) -> Program:
+    """What is known to have 16 bits, and no sign, is computed in 16 bits: vectors are half as long then.
+
+    For Philox (noise.py), which multiplies words of 16 bits and takes the product apart. `numbers` are the places of those that
+    are words. A word is: one of them; x & 0xFFFF; the upper half of a word times a constant below 2^15; what `xor` makes of two
+    words, and a shift to the right of one.
+    """
+    made_by = {s.result.name: s for s in program.statements}
+    words = {program.numbers[place].name: Value(program.numbers[place].name, _WORD) for place in numbers}
+    statements: list[Statement] = []
+
+    def word(argument: Any) -> Value | None:
+        return words.get(argument.name) if isinstance(argument, Value) else None
+
+    def product(argument: Any) -> tuple[Value, int] | None:
+        """The word and the constant that were multiplied."""
+        made = made_by.get(argument.name) if isinstance(argument, Value) else None
+        if made is None or made.operation != "mul" or made.operand != torch.int32 or isinstance(made.arguments[1], Value):
+            return None
+        factor, constant = word(made.arguments[0]), made.arguments[1]
+        return (factor, constant) if factor is not None and 0 <= constant < 1 << 15 else None
+
+    def shortened(s: Statement) -> tuple[str, tuple] | None:
+        """Operation and arguments of the same in words."""
+        if s.operand != torch.int32:
+            return None
+        first, second = (*s.arguments, None, None)[:2]
+        factors = product(first)
+        match s.operation:
+            case "and" if second == 0xFFFF:
+                return ("mul", factors) if factors is not None else ("convert", (first,))
+            case "shr" if second == 16 and factors is not None:
+                return "mul_high", factors
+            case "shr" if word(first) is not None and not isinstance(second, Value):
+                return "shr", (word(first), second)
+            case "xor" if word(first) is not None and word(second) is not None:
+                return "xor", (word(first), word(second))
+        return None
+
+    for s in program.statements:
+        found = shortened(s)
+        if found is None:
+            arguments = tuple(words.get(a.name, a) if isinstance(a, Value) else a for a in s.arguments)
+            statements.append(Statement(s.operation, s.result, arguments, s.operand))
+        else:
+            words[s.result.name] = Value(s.result.name, _WORD)
+            operand = torch.int32 if found[0] == "convert" else _WORD
+            statements.append(Statement(found[0], words[s.result.name], found[1], operand))
+    own = {place: words.get(value.name, value) for place, value in program.numbers.items()}
+    kept = _needed(statements, program.results)
+    return Program(program.elements, own, program.scalars, kept, program.results)
 
 
 def _needed(statements: Sequence[Statement], results: tuple[Value, ...]) -> tuple[Statement, ...]:

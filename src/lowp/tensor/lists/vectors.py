@@ -13,11 +13,11 @@ from lowp.tensor.lists.trace import COMPARE, INFIX, Statement, Value
 
 TYPES = {
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float32: "f32", torch.float64: "f64",
-    torch.float16: "i16", torch.bfloat16: "i16", torch.bool: "i32",
+    torch.float16: "i16", torch.bfloat16: "i16", torch.bool: "i32", torch.uint16: "u16",
 }  # fmt: skip
 SCALARS = {
     torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float",
-    torch.float64: "double", torch.bool: "uint8_t",
+    torch.float64: "double", torch.bool: "uint8_t", torch.uint16: "uint16_t",
 }  # fmt: skip
 
 
@@ -41,6 +41,7 @@ _PREAMBLE = r"""
 #endif
 typedef int8_t i8 __attribute__((vector_size(LANES)));
 typedef int16_t i16 __attribute__((vector_size(2 * LANES)));
+typedef uint16_t u16 __attribute__((vector_size(2 * LANES)));
 typedef int32_t i32 __attribute__((vector_size(4 * LANES)));
 typedef int64_t i64 __attribute__((vector_size(8 * LANES)));
 typedef float f32 __attribute__((vector_size(4 * LANES)));
@@ -66,6 +67,8 @@ template <class V, class W> INLINE V converted(W x) { return __builtin_convertve
     template <> inline __attribute__((always_inline)) V converted<V, W>(W x) { return (V)instruction((T)x); }
 CONVERTED(i32, i8, _mm512_cvtepi8_epi32, __m128i)
 CONVERTED(i32, i16, _mm512_cvtepi16_epi32, __m256i)
+CONVERTED(i32, u16, _mm512_cvtepu16_epi32, __m256i)
+CONVERTED(u16, i32, _mm512_cvtepi32_epi16, __m512i)
 CONVERTED(i8, i32, _mm512_cvtepi32_epi8, __m512i)
 CONVERTED(i16, i32, _mm512_cvtepi32_epi16, __m512i)
 #endif
@@ -96,6 +99,13 @@ INLINE f64 fused(f64 a, f64 b, f64 c) {
     f64 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_fma(a[l], b[l], c[l]); return r;
 #endif
 }
+INLINE u16 upper_half(u16 a, u16 b) {  // of the product
+#if defined(__AVX2__) && LANES == 16
+    return (u16)_mm256_mulhi_epu16((__m256i)a, (__m256i)b);
+#else
+    return converted<u16>(i32(converted<i32>(a) * converted<i32>(b) >> 16));
+#endif
+}
 INLINE float largest_of(f32 x) {  // of numbers that are not negative
 #if defined(LONG_32)
     return _mm512_reduce_max_ps((__m512)x);
@@ -111,8 +121,13 @@ INLINE f32 square_root(f32 x) {
 #endif
 }
 INLINE f64 square_root(f64 x) { f64 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_sqrt(x[l]); return r; }
+#if defined(LONG_32)
+INLINE f32 nearest_integer(f32 x) { return (f32)_mm512_roundscale_ps((__m512)x, 8); }
+INLINE f32 integer_below(f32 x) { return (f32)_mm512_roundscale_ps((__m512)x, 9); }
+#else
 INLINE f32 nearest_integer(f32 x) { f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_rintf(x[l]); return r; }
 INLINE f32 integer_below(f32 x) { f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_floorf(x[l]); return r; }
+#endif
 INLINE f32 half_to_float(i16 h) {
 #if defined(LONG_32)
     return (f32)_mm512_cvtph_ps((__m256i)h);
@@ -248,6 +263,8 @@ class Printer:
                 text = f"{a[0]} {COMPARE[operation]} {a[1]}"
                 self._comparisons[s.result.name] = (text, s.operand.itemsize)
                 return f"__builtin_convertvector({text}, i32)"
+            case "mul_high":
+                return f"upper_half({a[0]}, {a[1]})"
             case "rsub":
                 return f"{a[1]} - {a[0]}"
             case "fma":
