@@ -402,7 +402,8 @@ def test_what_was_built_is_found_again(fresh, monkeypatch):
 
     monkeypatch.setattr(cpp.subprocess, "Popen", nothing)
     x = torch.arange(20, dtype=I32)
-    _build(what, CPU)(Lists([[x]]), torch.zeros((0, 1), dtype=I32), [], None)
+    lists = Lists([[x]])
+    _build(what, CPU)(lists, torch.zeros((0, 1), dtype=I32), [], None, lists.room(0))
     assert torch.equal(x, torch.arange(20, dtype=I32) * 12345)
 
 
@@ -412,7 +413,8 @@ from lowp.tensor.lists.function import ListFunction, Lists, _build
 from lowp.tensor.lists.trace import Element
 what = ListFunction(lambda x, *_: [x + 1], (Element(torch.int32),), (0,), 0, 0)
 x = torch.arange(100, dtype=torch.int32)
-_build(what, torch.device("cpu"))(Lists([[x]]), torch.zeros((0, 1), dtype=torch.int32), [], None)
+lists = Lists([[x]])
+_build(what, torch.device("cpu"))(lists, torch.zeros((0, 1), dtype=torch.int32), [], None, lists.room(0))
 assert torch.equal(x, torch.arange(100, dtype=torch.int32) + 1)
 """
 

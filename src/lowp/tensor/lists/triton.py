@@ -112,7 +112,7 @@ def source(
         "",
         "",
         "@triton.jit",
-        f"def run(pointers, lengths, widths, numbers, tensors, {''.join(name + ', ' for name in names)}"
+        f"def run(pointers, lengths, widths, numbers, tensors, columns, {''.join(name + ', ' for name in names)}"
         "reduced, skip, limit, chunk_tensor, chunk_start, SIZE: tl.constexpr, ALIGNED: tl.constexpr):",
         "    if tl.load(skip) >= limit:",
         "        return",
@@ -128,7 +128,7 @@ def source(
         lines += ["    begin = tl.multiple_of(begin, SIZE)"]
     lines += ["    lane = tl.arange(0, SIZE)", "    index = (begin + lane).to(tl.int32)", "    inside = begin + lane < end"]
     for i, e in enumerate(elements):
-        lines.append(f"    p{i} = tl.load(pointers + tensor * {len(elements)} + {i}).to(tl.pointer_type({TYPES[e.dtype]}))")
+        lines.append(f"    p{i} = tl.load(pointers + tensor * columns + {i}).to(tl.pointer_type({TYPES[e.dtype]}))")
         if not e.of_block:
             lines += ["    if ALIGNED:", f"        p{i} = tl.multiple_of(p{i}, 16)"]
     lines += [f"    {v.name} = tl.load(numbers + {place} * tensors + tensor)" for place, v in program.numbers.items()]
