@@ -70,7 +70,9 @@ def run_both(function, inputs, outputs, numbers=0, scalars=(), widths=None, tabl
             blocks = 0 if widths is None or not count else count // widths[i]
             made = [torch.full((blocks if e.of_block else count,), 77, dtype=e.dtype) for e in elements[len(row) :]]
             rows.append([*row, *made])
-        reduced = call(Lists(rows, widths), numbers_of, list(scalars), skip).clone()
+        lists = Lists(rows, widths)
+        reduced = lists.room(len(reductions))
+        call(lists, numbers_of, list(scalars), skip, reduced)
         found.append(([row[len(inputs[0]) :] for row in rows], reduced))
     return found
 

@@ -48,6 +48,8 @@ _CHUNK = """
         const long tensor = chunk_tensor[chunk], begin = chunk_start[chunk], length = lengths[tensor];
         const long size = chunk_sizes[tensor], end = begin + size < length ? begin + size : length;"""
 
+_LOOP = "long e = b; for (; e + LANES <= stop; e += LANES) stage{0}(e, LANES); if (e < stop) stage{0}(e, stop - e);"
+
 
 class _Source:
     """The text, piece by piece."""
@@ -68,8 +70,11 @@ class _Source:
     def text(self, tables: list[torch.dtype]) -> str:
         lines = [*([_INTO] if self.reductions else []), _SIGNATURE]
         lines += [f"    const {SCALARS[d]}* table{i} = (const {SCALARS[d]}*)tables[{i}];" for i, d in enumerate(tables)]
-        lines += [f"    const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in self.program.scalars.items()]
-        lines += [_CHUNK, *self._of_tensor(), *self._of_block(), *self._reduce(), "    }", "}"]
+        inner = [*self._of_tensor(), *self._of_block(), *self._reduce(), "    }", "}"]
+        # Inside the loop over chunks, so that they are the thread's own, in registers, and not asked for in memory again.
+        lines += [_CHUNK, *(f"        const auto constant{i} = ::constant{i};" for i in self.printer.constants.values())]
+        lines += [f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in self.program.scalars.items()]
+        lines += inner
         return "\n".join([preamble(), *self.printer.declarations(), *lines])
 
     def _of_tensor(self) -> list[str]:
@@ -93,14 +98,9 @@ class _Source:
         lines += [f"            {TYPES[v.dtype]} kept_{v.name}[{LONGEST_BLOCK} / LANES];" for v in self.kept]
         for number, (statements, maxima) in enumerate(self.stages):
             lines += [f"            f32 most_{m.result.name} = {{}};" for m in maxima]
-            lines += ["            for (long e = b; e < stop; e += LANES) {"]
-            lines += ["                auto body = [&](long count) __attribute__((always_inline)) {"]
-            lines += ["                    " + line for line in self._body(number, statements, maxima)]
-            lines += [
-                "                };",
-                "                if (stop - e >= LANES) body(LANES); else body(stop - e);",
-                "            }",
-            ]
+            lines += [f"            const auto stage{number} = [&](long e, long count) __attribute__((always_inline)) {{"]
+            lines += ["                " + line for line in self._body(number, statements, maxima)]
+            lines += ["            };", f"            {{ {_LOOP.format(number)} }}"]
             lines += [f"            const f32 {m.result.name} = splat<f32>(largest_of(most_{m.result.name}));" for m in maxima]
         return [*lines, "        }"]
 
