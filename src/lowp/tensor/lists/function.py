@@ -29,18 +29,23 @@ _CPU_CHUNK = 1 << 14  # elements: all arguments of a chunk fit into a core's cac
 _WORTH_THREADS = 1 << 16  # elements
 _CUDA_CHUNK = 1 << 9
 _CUDA_EACH = 128  # elements of a warp
+_CUDA_BLOCKS = 1 << 10  # elements of as many blocks as a program works on
 _CUDA_REDUCED = 1 << 13  # where only reductions come out: fewer of them wait for each other at the end
 LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip` holds is not below it
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of one launch: the tensor that each is of, its first element; how many elements a chunk of each tensor has."""
+    """The chunks of one launch: the tensor that each is of, its first element; how many elements a chunk of each tensor has.
 
-    size: int
+    On CUDA a chunk has `rows` stretches of up to `size` elements.
+    """
+
     tensors: Any
     starts: Any
     sizes: Any
+    size: int = 0
+    rows: int = 1
 
 
 class Lists:
@@ -105,18 +110,23 @@ class Lists:
         everyone = range(len(self.rows))
         if self.device.type == "cpu":
             steps = [width * max(1, _CPU_CHUNK // width) if of_blocks else _CPU_CHUNK for width in self.widths]
-            return [self._starts(everyone, steps, 0)]
+            return [self._starts(everyone, steps)]
         if not of_blocks:
             size = min(size, max(32, 1 << (max(self.lengths) - 1).bit_length()))  # a table of a few tensors is short
             return [self._starts(everyone, [size] * len(self.rows), size)]
         sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
-        return [self._starts([i for i in everyone if sizes[i] == own], self.widths, own) for own in sorted(set(sizes))]
+        found = []
+        for own in sorted(set(sizes)):
+            rows = max(1, _CUDA_BLOCKS // own)
+            members = [i for i in everyone if sizes[i] == own]
+            found.append(self._starts(members, [rows * width for width in self.widths], own, rows))
+        return found
 
-    def _starts(self, members: Sequence[int], steps: Sequence[int], size: int) -> Chunks:
+    def _starts(self, members: Sequence[int], steps: Sequence[int], size: int = 0, rows: int = 1) -> Chunks:
         starts = [np.arange(0, self.lengths[i], steps[i], dtype=np.int64) for i in members]
         tensors = [np.full(len(own), i, dtype=np.int32) for i, own in zip(members, starts, strict=True)]
         cut = np.concatenate(tensors), np.concatenate(starts), np.array(steps, dtype=np.int64)
-        return Chunks(size, *(self._put(part) for part in cut))
+        return Chunks(*(self._put(part) for part in cut), size, rows)
 
 
 def _are_aligned(pointers: np.ndarray) -> bool:
@@ -284,11 +294,11 @@ class _TritonKernel:
         for chunks in lists.chunks(self._what.of_blocks, size):
             before = [*lists.arrays, numbers, len(lists.rows), lists.columns]
             after = [*self._tables, reduced if self._what.reductions else skip, skip, LIMIT, chunks.tensors, chunks.starts]
-            constants = {"SIZE": chunks.size, "ALIGNED": lists.aligned and not self._what.of_blocks}
+            constants = {"SIZE": chunks.size, "ROWS": chunks.rows, "ALIGNED": lists.aligned}
             grid = (chunks.tensors.numel(), 1, 1)
             compiled = self._run[grid](
-                *before, *shared, *after, **constants, num_warps=min(8, max(1, chunks.size // _CUDA_EACH)),
-                enable_fp_fusion=False,
+                *before, *shared, *after, **constants,
+                num_warps=min(8, max(1, chunks.size * chunks.rows // _CUDA_EACH)), enable_fp_fusion=False,
             )  # fmt: skip
             if compiled is not None:
                 ends = [[x.data_ptr() if isinstance(x, Tensor) else x for x in part] for part in (before, after)]
