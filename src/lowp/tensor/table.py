@@ -186,21 +186,22 @@ _MORE = 7  # bits that the gap above zero has more
 def gap_tables(gaps: Sequence[Gap], carrier: Carrier) -> tuple[Table, ...]:
     """What `goes_up` looks up for each entry.
 
-    A gap's unit is the last place of float32 numbers at its lower end: all numbers in the gap are integers times that. Three tables
-    of int32: the unit's exponent (as a field of float32), and the lower end and the length in units. Above zero, where numbers
-    have ever smaller units, it is the last place of the upper end, and the length is counted in 2^-7 of it.
+    A gap's unit is the last place of float32 numbers at its lower end: all numbers in the gap are integers times that. Two tables
+    of int32: the lower end in units (24 bits) before the unit's exponent as a field of float32 (8 bits), and the length in units.
+    Above zero, where numbers have ever smaller units, it is the last place of the upper end, and the length is counted in 2^-7 of it.
     Where a gap has too many units, and for float64 numbers, two tables of float64: the ends.
     """
     lowest = carrier.min_exponent - carrier.fraction_bits
     counted = []
     for gap in gaps:
         if gap is None:
-            counted.append((carrier.infinity >> carrier.fraction_bits, torch.iinfo(torch.int32).max, 0))  # nothing reaches it
+            counted.append((-1, 0))  # a lower end that nothing is above
             continue
         low, high = gap
         unit = max(math.frexp(low or high)[1] - carrier.fraction_bits - 1, lowest)
         start, end = (math.ldexp(number, -unit) for number in gap)
-        counted.append((unit - lowest + 1, int(start), int((end - start) * (1 if low else 1 << _MORE))))
+        packed = int(start) << 8 | unit - lowest + 1
+        counted.append((packed - (packed >> 31 << 32), int((end - start) * (1 if low else 1 << _MORE))))
         if end != int(end) or (low and end - start >= _NARROW):
             counted.clear()
             break
@@ -222,7 +223,7 @@ def goes_up(magnitude: Tensor, gap: Sequence[Tensor], noise: Tensor, carrier: Ca
     """
     span = 1 << carrier.noise_bits
     drawn = span - 1 - noise
-    if len(gap) == 2:
+    if gap[0].dtype == torch.float64:
         low, high = gap
         covered, length = to_float64(magnitude, carrier) - low, high - low
         if carrier is F64:
@@ -230,13 +231,14 @@ def goes_up(magnitude: Tensor, gap: Sequence[Tensor], noise: Tensor, carrier: Ca
         # Products of half a draw are exact in float64, and so is their difference where it is small.
         upper, lower = ((drawn >> 15).to(torch.float64), (drawn & 0x7FFF).to(torch.float64))
         return (upper * length - covered * 2.0**15) * 2.0**15 + lower * length < 0
-    unit, start, length = gap
+    packed, length = gap
+    start = (packed >> 8) & 0xFFFFFF
     field = (magnitude >> carrier.fraction_bits).clamp(min=1)
     significand = magnitude - (field - 1 << carrier.fraction_bits)
-    above = field - unit
+    above = field - (packed & 0xFF)
     # Beyond the largest number, six places more are more than any gap has.
     covered = (significand << above.clamp(0, 6)) - start
-    shift = above.clamp(-30 - _MORE, 0) + torch.where(start == 0, 30 + _MORE, 30)
+    shift = (above.clamp(max=0) + carrier.noise_bits + (start == 0).to(above.dtype) * _MORE).clamp(min=0)
     return (drawn.to(torch.int64) * length.to(torch.int64)) >> shift.to(torch.int64) < covered.to(torch.int64)
 
 
