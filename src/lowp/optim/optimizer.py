@@ -56,7 +56,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._check_settings({**defaults, **options})
         self._families: Families | None = None
         self._pending: list[Step] = []  # that `check` has not looked at yet
-        self._flag: tuple[Tensor, torch.cuda.Event] | None = None  # in pinned memory; when it is there
+        self._flag: tuple[Tensor, Any] | None = None  # in pinned memory; when it is there
         self._joined: tuple[Tensor, Tensor] | None = None
         super().__init__(params, {**defaults, **options})
         self._handle = register(self)
@@ -206,11 +206,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             if int(worst) >= LIMIT:
                 self._raise_nonfinite(steps)
         elif worst is not None:
-            if self._flag is None:
-                self._flag = torch.empty((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
-            flag, event = self._flag
+            flag, _ = self._flag or (torch.empty((), dtype=torch.int64, pin_memory=True), None)
             flag.copy_(worst, non_blocking=True)  # nobody else reads it: `check` has waited for the last one
-            event.record(torch.cuda.current_stream(worst.device))
+            self._flag = flag, torch.cuda.current_stream(worst.device).record_event()
             self._pending = steps
         self._refuse_nonfinite([p for _, parameters in plain for p in parameters])
         return worst

@@ -186,9 +186,10 @@ _MORE = 7  # bits that the gap above zero has more
 def gap_tables(gaps: Sequence[Gap], carrier: Carrier) -> tuple[Table, ...]:
     """What `goes_up` looks up for each entry.
 
-    A gap's unit is the last place of float32 numbers at its lower end: all numbers in the gap are integers times that. Two tables
-    of int32: the lower end in units (24 bits) before the unit's exponent as a field of float32 (8 bits), and the length in units.
-    Above zero, where numbers have ever smaller units, it is the last place of the upper end, and the length is counted in 2^-7 of it.
+    A gap's unit is the last place of the carrier's numbers at its lower end: all numbers in the gap are integers times that.
+    Two tables of int32: the lower end in units (24 bits) before the unit's exponent as a field of the carrier (8 bits), and the
+    length in units. Above zero, where numbers have ever smaller units, the unit is the last place of the upper end, and the
+    length is counted in 2^-7 of it.
     Where a gap has too many units, and for float64 numbers, two tables of float64: the ends.
     """
     lowest = carrier.min_exponent - carrier.fraction_bits
@@ -217,9 +218,9 @@ def goes_up(magnitude: Tensor, gap: Sequence[Tensor], noise: Tensor, carrier: Ca
     The share is (x - low) / (high - low), compared as draw * (high - low) < (x - low) * 2^30, exactly.
     False where there is nowhere to go. `gap` is what `gap_tables` has for each element.
 
-    In units of the gap x - low is an integer D, the length an integer G, and draw * G < D * 2^30 is (draw * G >> 30) < D. Above
-    zero, x is D units of its own, each 2^-n of the gap's: (draw * G >> 30 - n) < D. G has seven bits more there, so that it is not
-    below D where n is so large that only a draw of zero is under the share.
+    In units of the gap x - low is an integer D, the length an integer G, and draw * G < D * 2^30 is (draw * G >> 30) < D.
+    Above zero, x is D units of its own, each 2^-n of the gap's: (draw * G >> 30 - n) < D. G has seven bits more there, so that
+    it is not below D where n is so large that only a draw of zero is under the share.
     """
     span = 1 << carrier.noise_bits
     drawn = span - 1 - noise

@@ -4,8 +4,8 @@ The program is printed in vector types (vectors.py), compiled by itself in a sec
 through ctypes. OpenMP's threads share the work. (inductor's kernels are 20 times slower here: they spill every
 reinterpretation of bits.)
 
-A call works on all chunks of a list of tensors; a chunk is a stretch of one tensor. Reductions are integers, so that the order in
-which threads add theirs does not matter. Where something is asked of
+A call works on all chunks of a list of tensors; a chunk is a stretch of one tensor. Reductions are integers, so that the order
+in which threads add theirs does not matter. Where something is asked of
 blocks, a block is worked on twice: what its largest number depends on, then the rest, with what both need kept between them.
 """
 
@@ -143,7 +143,9 @@ class _Source:
         for i, kind in enumerate(self.reductions):
             more = f"r{i}[l] > whole{i} ? r{i}[l] : whole{i}" if kind == "max" else f"whole{i} + r{i}[l]"
             lines += [f"        int64_t whole{i} = 0;", f"        for (int l = 0; l < LANES; l++) whole{i} = {more};"]
-            lines.append(f"        {'largest_into' if kind == 'max' else 'sum_into'}(reduced + {i} * tensors + tensor, whole{i});")
+            lines.append(
+                f"        {'largest_into' if kind == 'max' else 'sum_into'}(reduced + {i} * tensors + tensor, whole{i});"
+            )
         return lines
 
 

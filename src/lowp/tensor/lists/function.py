@@ -126,7 +126,8 @@ class Lists:
         starts = [np.arange(0, self.lengths[i], steps[i], dtype=np.int64) for i in members]
         tensors = [np.full(len(own), i, dtype=np.int32) for i, own in zip(members, starts, strict=True)]
         cut = np.concatenate(tensors), np.concatenate(starts), np.array(steps, dtype=np.int64)
-        return Chunks(*(self._put(part) for part in cut), size, rows)
+        there = [self._put(part) for part in cut]
+        return Chunks(there[0], there[1], there[2], size, rows)
 
 
 def _are_aligned(pointers: np.ndarray) -> bool:
@@ -183,9 +184,7 @@ class ListFunction:
         stored = (flat_memory(x.detach(), e.dtype) for x, e in zip(row, self.elements, strict=False))
         return [x.view((-1, 1) if e.of_block else shape) for x, e in zip(stored, self.elements, strict=True)]
 
-    def _plain(
-        self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor
-    ) -> None:
+    def _plain(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor) -> None:
         shared = torch.tensor(scalars, dtype=torch.float32).to(lists.device, non_blocking=True)
         tables = tables_on(self, lists.device)
         for i, (row, width) in enumerate(zip(lists.rows, lists.widths, strict=True)):
@@ -237,9 +236,7 @@ class _CppKernel:
         text = cpp.source(program, what.elements, what.writes, what.reductions, [table.dtype for table in tables])
         self._run = cpp.build_parallel(text)
 
-    def __call__(
-        self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor
-    ) -> None:
+    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor) -> None:
         if skip is not None and int(skip) >= LIMIT:
             return
         if self not in lists.prepared:
@@ -267,9 +264,7 @@ class _TritonKernel:
         self._run = triton.build(triton.source(program, what.elements, what.writes, what.reductions, len(tables)))
         self._nothing: dict[torch.device, Tensor] = {}
 
-    def __call__(
-        self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor
-    ) -> None:
+    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor) -> None:
         if skip is None:
             if lists.device not in self._nothing:
                 self._nothing[lists.device] = torch.zeros(1, dtype=torch.int64, device=lists.device)
