@@ -84,7 +84,8 @@ class _Source:
             kind = SCALARS[e.dtype]
             lines.append(f"        {kind}* p{i} = ({kind}*)pointers[tensor * columns + {i}];")
         for place, v in self.program.numbers.items():
-            lines.append(f"        const i32 {v.name} = splat<i32>(numbers[{place} * tensors + tensor]);")
+            kind = TYPES[v.dtype]
+            lines.append(f"        const {kind} {v.name} = splat<{kind}>(numbers[{place} * tensors + tensor]);")
         return lines + [f"        {'i32' if kind == 'max' else 'i64'} r{i} = {{}};" for i, kind in enumerate(self.reductions)]
 
     def _of_block(self) -> list[str]:
