@@ -5,8 +5,8 @@ through ctypes. OpenMP's threads share the work. (inductor's kernels are 20 time
 reinterpretation of bits.)
 
 A call works on all chunks of a list of tensors; a chunk is a stretch of one tensor. Reductions are integers, so that the order
-in which threads add theirs does not matter. Where something is asked of
-blocks, a block is worked on twice: what its largest number depends on, then the rest, with what both need kept between them.
+in which threads add theirs does not matter. Where something is asked of blocks, a block is worked on twice: what its largest
+number depends on, then the rest, with what both need kept between them.
 """
 
 import ctypes
