@@ -111,21 +111,25 @@ class Lists:
         if self.device.type == "cpu":
             steps = [width * max(1, _CPU_CHUNK // width) if of_blocks else _CPU_CHUNK for width in self.widths]
             return [self._starts(everyone, steps)]
+        backwards = size == _CUDA_CHUNK  # what writes begins where what measured has ended: that is still in the cache
         if not of_blocks:
             size = min(size, max(32, 1 << (max(self.lengths) - 1).bit_length()))  # a table of a few tensors is short
-            return [self._starts(everyone, [size] * len(self.rows), size)]
+            return [self._starts(everyone, [size] * len(self.rows), size, 1, backwards)]
         sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
         found = []
         for own in sorted(set(sizes)):
             rows = max(1, _CUDA_BLOCKS // own)
             members = [i for i in everyone if sizes[i] == own]
-            found.append(self._starts(members, [rows * width for width in self.widths], own, rows))
+            found.append(self._starts(members, [rows * width for width in self.widths], own, rows, backwards))
         return found
 
-    def _starts(self, members: Sequence[int], steps: Sequence[int], size: int = 0, rows: int = 1) -> Chunks:
+    def _starts(
+        self, members: Sequence[int], steps: Sequence[int], size: int = 0, rows: int = 1, backwards: bool = False
+    ) -> Chunks:
         starts = [np.arange(0, self.lengths[i], steps[i], dtype=np.int64) for i in members]
         tensors = [np.full(len(own), i, dtype=np.int32) for i, own in zip(members, starts, strict=True)]
-        cut = np.concatenate(tensors), np.concatenate(starts), np.array(steps, dtype=np.int64)
+        order = slice(None, None, -1 if backwards else 1)
+        cut = np.concatenate(tensors)[order], np.concatenate(starts)[order], np.array(steps, dtype=np.int64)
         there = [self._put(part) for part in cut]
         return Chunks(there[0], there[1], there[2], size, rows)
 
