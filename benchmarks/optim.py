@@ -41,8 +41,9 @@ RESULTS = Path(__file__).parent / "results"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ALGORITHMS = ("AdamW", "SGD", "LARS", "LAMB")
 COMPARED = ("default", "foreach", "fused")  # torch's fp32 steps that everything is divided by
+SAME = "fused, same dtype"  # as the weights: this too
 MEMORY_BARS = {("SGD", "as weights"): 6.0, ("AdamW", "as weights"): 8.0, ("AdamW", "8 bits"): 6.0}  # fp16, no compensation
-CPU_BAR, CUDA_BAR = 1.0, 0.7
+CPU_BAR, CUDA_BAR, CUDA_BAR_8_BITS = 1.2, 1.0, 1.3  # times torch's fused step of the same dtype
 COPY_BYTES = 100_000_000
 HEADSTART_MS = 20.0
 STEPS_IN_A_ROW = 10
@@ -251,12 +252,16 @@ def measure(group: list[Contender], layout: str, clock: Clock, options: argparse
         for each in running:
             clock.round(each)
     report.disturbed = clock.disturbed
-    medians = {
-        each.contender.setting: (statistics.median(each.times), statistics.median(each.wall or [0.0]), min(each.times))
-        for each in running
-        if each.contender.reference
+    figures = [
+        (each, (statistics.median(each.times), statistics.median(each.wall or [0.0]), min(each.times))) for each in running
+    ]
+    medians = {each.contender.setting: found for each, found in figures if each.contender.reference}
+    same = {
+        e.contender.weights: found for e, found in figures if (e.contender.library, e.contender.setting) == ("torch", "fused")
     }
-    report.rows += [row_of(each, layout, medians) for each in running]
+    for each in running:
+        own = {SAME: same[each.contender.weights]} if each.contender.weights in same else {}
+        report.rows.append(row_of(each, layout, medians | own))
 
 
 def row_of(running: Running, layout: str, medians: dict[str, tuple[float, float, float]]) -> dict[str, Any]:
@@ -292,17 +297,21 @@ class OptimReport(Report):
         step, and took 1.84 of it when the machine was quiet. Where medians and minima disagree on a bar, it is undecided.
         """
         for row in self.rows:
-            if row["library"] != "lowp" or row["weights"] != "fp16":
+            if row["library"] != "lowp":
                 continue
-            where = f"{row['algorithm']} fp16, {row['setting']} ({row['layout']})"
-            memory_bar = MEMORY_BARS.get((row["algorithm"], row["state"]))
+            where = f"{row['algorithm']} {row['weights']}, {row['setting']} ({row['layout']})"
+            memory_bar = MEMORY_BARS.get((row["algorithm"], row["state"])) if row["weights"] == "fp16" else None
             if memory_bar and "kahan" not in row["setting"]:
                 yield f"bytes a parameter: {where}", row["bytes"]["total"], row["bytes"]["total"], memory_bar
-            if self.device == "cuda" and row["algorithm"] == "AdamW" and row["state"] == "as weights":
-                yield f"device time / fused fp32: {where}", row["ratios"]["fused"], row["min_ratios"]["fused"], CUDA_BAR
-            elif self.device == "cpu" and row["state"] == "as weights":
-                for name, ratio in row["ratios"].items():
-                    yield f"time / {name} fp32: {where}", ratio, row["min_ratios"][name], CPU_BAR
+            if SAME not in row["ratios"]:
+                continue
+            if self.device == "cuda":
+                bar = CUDA_BAR if row["state"] == "as weights" else CUDA_BAR_8_BITS
+                yield f"device time / {SAME}: {where}", row["ratios"][SAME], row["min_ratios"][SAME], bar
+                yield f"wall time / {SAME}: {where}", row["wall_ratios"][SAME], row["wall_ratios"][SAME], bar
+            elif row["state"] == "as weights":
+                for name in ("fused", SAME):
+                    yield f"time / {name}: {where}", row["ratios"][name], row["min_ratios"][name], CPU_BAR
 
     def markdown(self) -> str:
         speed = 2 * COPY_BYTES / self.copy_ms / 1e6

@@ -61,6 +61,27 @@ def test_plain_operations_equal_the_kernels(name):
     assert same(*runs)
 
 
+@pytest.mark.parametrize("state", [None, "e4m3fn"])
+def test_gradients_that_move(state):
+    """Kernels that were launched before are launched again as they are: with gradients elsewhere, at odd addresses and back."""
+    found = []
+    for device, policy in (("cpu", "never"), ("cuda", "always")):
+        lowp.set_kernel_policy(policy)
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape, generator=generator).half().to(device)) for shape in SHAPES]
+        optimizer = lowp.optim.AdamW(parameters, lr=0.01, state=state)
+        kept = []
+        for odd in (0, 0, 1, 0, 3):
+            for p in parameters:
+                gradient = (torch.randn(p.shape, generator=generator) * 0.1).half()
+                memory = torch.empty(p.numel() + odd, dtype=p.dtype, device=device)
+                kept.append(memory)  # so that the next one is elsewhere
+                p.grad = memory[odd:].view(p.shape).copy_(gradient)
+            optimizer.step(gradient_scale=1.0 + odd)
+        found.append([p.detach().cpu() for p in parameters])
+    assert same(*found)
+
+
 @pytest.mark.parametrize("name", ["lars", "lamb"])
 def test_fp32_weights(name):
     runs = [steps(OPTIMIZERS[name], device, torch.float32, "always", update="nearest") for device in ("cpu", "cuda")]

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -483,3 +484,39 @@ def test_momentum_and_decay_can_be_switched_on_later(dtype):
         theirs.step()
     assert (parameter.double() - wide).abs().max() < 4e-3
     assert "momentum_buffer" in ours.state[parameter]
+
+
+@pytest.mark.parametrize("policy", ["never", "always"])
+def test_gradients_are_the_users_to_free(policy):
+    """After a step nobody else holds them: with set_to_none the next ones take their place in memory."""
+    lowp.set_kernel_policy(policy)
+    p = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = SGD([p], lr=0.1, momentum=0.9)
+    p.grad = torch.ones_like(p)
+    held = weakref.ref(p.grad)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert held() is None
+    p.grad = torch.full_like(p, torch.nan)
+    held = weakref.ref(p.grad)
+    with pytest.raises(lowp.NonFiniteGradient):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert held() is None
+
+
+def test_states_that_were_replaced_are_used():
+    """`optimizer.state` is anybody's to change, as torch's is."""
+    runs = []
+    for replaced in (False, True):
+        p = nn.Parameter(numbers(64, 1, torch.bfloat16))
+        optimizer = SGD([p], lr=0.1, momentum=0.9)
+        for i in range(3):
+            p.grad = numbers(64, 10 + i, torch.bfloat16)
+            if replaced and i == 2:
+                optimizer.state[p] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[p].items()}
+            optimizer.step()
+        runs.append((p.data, optimizer.state[p]["momentum_buffer"], optimizer.state[p]["step"]))
+    assert same(runs[0][0], runs[1][0])
+    assert same(runs[0][1], runs[1][1])
+    assert runs[0][2] == runs[1][2] == 3

@@ -70,7 +70,9 @@ def run_both(function, inputs, outputs, numbers=0, scalars=(), widths=None, tabl
             blocks = 0 if widths is None or not count else count // widths[i]
             made = [torch.full((blocks if e.of_block else count,), 77, dtype=e.dtype) for e in elements[len(row) :]]
             rows.append([*row, *made])
-        reduced = call(Lists(rows, widths), numbers_of, list(scalars), skip).clone()
+        lists = Lists(rows, widths)
+        reduced = lists.room(len(reductions))
+        call(lists, numbers_of, list(scalars), skip, reduced)
         found.append(([row[len(inputs[0]) :] for row in rows], reduced))
     return found
 
@@ -402,7 +404,8 @@ def test_what_was_built_is_found_again(fresh, monkeypatch):
 
     monkeypatch.setattr(cpp.subprocess, "Popen", nothing)
     x = torch.arange(20, dtype=I32)
-    _build(what, CPU)(Lists([[x]]), torch.zeros((0, 1), dtype=I32), [], None)
+    lists = Lists([[x]])
+    _build(what, CPU)(lists, torch.zeros((0, 1), dtype=I32), [], None, lists.room(0))
     assert torch.equal(x, torch.arange(20, dtype=I32) * 12345)
 
 
@@ -412,7 +415,8 @@ from lowp.tensor.lists.function import ListFunction, Lists, _build
 from lowp.tensor.lists.trace import Element
 what = ListFunction(lambda x, *_: [x + 1], (Element(torch.int32),), (0,), 0, 0)
 x = torch.arange(100, dtype=torch.int32)
-_build(what, torch.device("cpu"))(Lists([[x]]), torch.zeros((0, 1), dtype=torch.int32), [], None)
+lists = Lists([[x]])
+_build(what, torch.device("cpu"))(lists, torch.zeros((0, 1), dtype=torch.int32), [], None, lists.room(0))
 assert torch.equal(x, torch.arange(100, dtype=torch.int32) + 1)
 """
 

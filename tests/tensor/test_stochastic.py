@@ -1,6 +1,7 @@
 """Stochastic rounding: right on average, even far under the smallest value; independent draws; the same noise however cut."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import torch
 
 import lowp
 from lowp.formats import format
+from lowp.tensor.carrier import F32
 from lowp.tensor.noise import draw, key_tensor
+from lowp.tensor.table import gap_tables, goes_up
 
 COUNT = 1 << 16
 
@@ -55,6 +58,47 @@ def test_between_the_largest_value_and_overflow():
     lost = lowp.quantize(x, "e4m3fn", "stochastic", seed=2).isnan().double().mean().item()
     assert within_five_sigma(lost, 0.25)
     assert (lowp.quantize(x, "e4m3fn", "stochastic", seed=2, saturate=True) == 448).all()
+
+
+# In units of 32 bits; with as many units as an integer of 32 bits cannot hold; far apart, and beyond what is counted in units.
+GAPS = [
+    (0.0, 1e-6),
+    (1e-6, 3e-6),
+    (0.1, 0.107),
+    (0.75, 1.0),
+    (0.0, 2.0**-149),
+    (2.0**-149, 2.0**-130),
+    (1.0, 16.0),
+    (3e38, 3.3e38),
+]
+FAR = [(1e-30, 1.0), (0.1, 123.456)]
+
+
+@pytest.mark.parametrize("gaps", [GAPS, GAPS + FAR], ids=["units", "floats"])
+def test_shares_of_uneven_gaps_are_compared_exactly(gaps):
+    """Draws at and beside the share that is covered, against fractions."""
+    gaps = [tuple(float(np.float32(end)) for end in gap) for gap in gaps]
+    tables = [table.tensor(torch.device("cpu")) for table in gap_tables([*gaps, None], F32)]
+    assert (tables[0].dtype == torch.int32) == (len(gaps) == len(GAPS))
+    rng = np.random.default_rng(0)
+    numbers, entries, drawn = [], [], []
+    for entry, (low, high) in enumerate(gaps):
+        first, last = (int(np.float32(end).view(np.int32)) for end in (low, high))
+        bits = {first, last - 1, *(first + 1, first + 2)[: last - first - 1], *rng.integers(first, last, 40).tolist()}
+        for x in np.array(sorted(bits), dtype=np.int32):
+            share = (Fraction(float(x.view(np.float32))) - Fraction(low)) / (Fraction(high) - Fraction(low))
+            middle = int(share * (1 << 30))
+            for draw_at in {0, 1, (1 << 30) - 1, *range(max(middle - 2, 0), min(middle + 3, 1 << 30))}:
+                numbers.append(int(x))
+                entries.append(entry)
+                drawn.append((draw_at, draw_at < share * (1 << 30)))
+    numbers += [0, 0x7F7FFFFF, 0x7F800000]  # where there is nowhere to go
+    entries += [len(gaps)] * 3
+    drawn += [(0, False)] * 3
+    at = torch.tensor(entries)
+    noise = torch.tensor([(1 << 30) - 1 - number for number, _ in drawn], dtype=torch.int32)
+    found = goes_up(torch.tensor(numbers, dtype=torch.int32), [table[at] for table in tables], noise, F32)
+    assert found.tolist() == [up for _, up in drawn]
 
 
 def test_exact_numbers_stay():

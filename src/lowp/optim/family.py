@@ -1,12 +1,18 @@
 """The parameters of a group that are stored alike, and a step over all of them.
 
-1. Measure: the largest gradient of each tensor (shards agree on it). A gradient that is not finite ends the step here.
-2. Numbers: keys of noise, units, scales. LARS and LAMB measure norms.
-3. Update: one kernel, everything in place.
+1. Find the gradients: where they are in memory. Mostly that is where they were in the last step.
+2. Measure: the largest gradient of each tensor (shards agree on it). A gradient that is not finite ends the step here.
+3. Numbers: keys of noise, units, scales. LARS and LAMB measure norms.
+4. Update: one kernel, everything in place.
+
+A model has hundreds of parameters, and the host must not take longer than the device: what does not change is made once, and
+what may change is looked at by functions that are mapped over lists, without a line of Python for each parameter.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +20,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowp.optim import kernels, scales
+from lowp.optim.arguments import check_gradient
 from lowp.optim.kernels import Layout
 from lowp.optim.rules import LAMBRule
-from lowp.optim.sharding import LocalParameter
+from lowp.optim.sharding import LocalParameter, is_sharded
 from lowp.tensor.carrier import F32
 from lowp.tensor.lists.function import Lists, tables_on
 from lowp.tensor.noise import Domain, stream_of
 from lowp.tensor.table import bits_of_number
+
+_gradient_of = attrgetter("grad")
+_kind_of = attrgetter("__class__", "dtype", "shape", "layout")
+
+
+class OtherGradientDtype(Exception):
+    """A gradient's dtype has changed: parameters must be gathered anew."""
 
 
 @dataclass
@@ -31,6 +45,7 @@ class Member:
     placement: LocalParameter
     number: int
     name: str | None
+    state: dict[str, Any]  # the optimizer's own
     rest: list[Tensor]  # states, compensation, exponents of blocks
     width: int  # of a block
 
@@ -43,9 +58,30 @@ class Family:
         self.members = members
         self.bounds = bounds
         self.device = members[0].placement.local.device
+        self.parameters = [m.parameter for m in members]
+        self.sharded = any(is_sharded(p) for p in self.parameters)
+        self._pointers = [m.placement.local.data_ptr() for m in members]
         self._chosen: dict[tuple[int, ...], Chosen] = {}
+        self._everyone = tuple(range(len(members)))
 
-    def choose(self, places: tuple[int, ...]) -> "Chosen":
+    def moved(self) -> bool:
+        """Was a parameter given other memory (`p.data = ...`)?"""
+        parts = [m.placement.part_of(m.parameter) for m in self.members] if self.sharded else self.parameters
+        return [*map(Tensor.data_ptr, parts)] != self._pointers
+
+    def due(self) -> dict[int, "Chosen"]:
+        """Members that have gradients, by the step that each of them takes now (mostly all of them the same)."""
+        gradients = [*map(_gradient_of, self.parameters)]
+        steps = [m.state["step"] + 1 for m in self.members]
+        if all(g is not None for g in gradients) and len({*steps}) == 1:
+            return {steps[0]: self._choose(self._everyone)}
+        places: dict[int, list[int]] = {}
+        for place, (gradient, step) in enumerate(zip(gradients, steps, strict=True)):
+            if gradient is not None:
+                places.setdefault(step, []).append(place)
+        return {step: self._choose(tuple(those)) for step, those in places.items()}
+
+    def _choose(self, places: tuple[int, ...]) -> "Chosen":
         """Some of the members, made ready for kernels; kept, since it is mostly all of them."""
         if places not in self._chosen:
             self._chosen[places] = Chosen(self, places)
@@ -59,77 +95,105 @@ class Chosen:
         self.layout = family.layout
         self.device = family.device
         self.members = [family.members[place] for place in places]
+        self.parameters = [m.parameter for m in self.members]
+        self.lists: Lists | None = None  # of all that a step reads and writes; while no step is under way, without gradients
+        self._sharded = family.sharded
+        self._kinds = [(Tensor, self.layout.gradient, p.shape, torch.strided) for p in self.parameters]
+        self._strides = [m.placement.local.stride() for m in self.members]
         self._family_bounds = family.bounds
         self._places = None if len(places) == len(family.members) else torch.tensor(places, device=self.device)
-        self._lists: tuple[Lists, Lists] | None = None
         self._units: list[float] = []
-        columns = scales.Columns(self.layout)
         count = len(self.members)
-        self._columns = {name: self._zeros(1, count, torch.int64)[0] for name in columns.names[:-1]}
+        known = [
+            [stream_of(Domain.OPTIMIZER, m.number) for m in self.members],
+            [m.placement.offset for m in self.members],
+            [scales.half_bits_for(m.placement.elements) for m in self.members],
+        ]
+        names = scales.Columns(self.layout).measured
+        self._measured = self._zeros(len(names), count, torch.int64)
+        self._rows = {name: self._measured[i : i + 1] for i, name in enumerate(names)}
+        self._rows["sums"] = self._measured[-2:]
+        self._rows["largest"] = self._measured[: 1 + kernels.measures_weights(self.layout.rule)]
+        self.largest = self._measured[0]  # |gradient| of each member, as bits
+        self.worst = torch.zeros((), dtype=torch.int64, device=self.device)  # the largest of them
         self.units = self._zeros(1, count, torch.int32)
         self.bounds = family.bounds if self._places is None else family.bounds[:, self._places]
         self.numbers = self._zeros(self.layout.numbers, count, torch.int32)
-        self._fill("streams", [stream_of(Domain.OPTIMIZER, m.number) for m in self.members])
-        self._fill("firsts", [m.placement.offset for m in self.members])
-        self._fill("half_bits", [scales.half_bits_for(m.placement.elements) for m in self.members])
+        self._no_numbers = self._zeros(0, count, torch.int32)
         work = sum(m.placement.local.numel() for m in self.members)
-        self.table = Lists([[*self._columns.values(), self.units[0], *self.bounds, *self.numbers]], work=work)
+        fixed = torch.tensor(known, dtype=torch.int64).to(self.device)
+        self._table = Lists([[*fixed, *self._measured, self.units[0], *self.bounds, *self.numbers]], work=work)
+        self._measure, self._close = kernels.measure(self.layout), scales.closing(self.layout)
+        self._update = kernels.update(self.layout)
 
     def _zeros(self, rows: int, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros((rows, count), dtype=dtype, device=self.device)
 
-    def _fill(self, name: str, values: Sequence[int]) -> None:
-        self._columns[name].copy_(torch.tensor(values, dtype=torch.int64))
-
-    def know(self, names: Sequence[str], measured: Tensor) -> None:
-        """Take over what was measured, agreed upon with the ranks that hold other shards."""
-        operation = dist.ReduceOp.SUM if names[0].startswith("sum") else dist.ReduceOp.MAX
-        for group in self.members[0].placement.groups:
-            dist.all_reduce(measured, operation, group=group)
-        for name, row in zip(names, measured, strict=True):
-            self._columns[name].copy_(row)
-
-    @property
-    def largest(self) -> Tensor:
-        """The largest |gradient| of each member, as bits."""
-        return self._columns["gradient"]
-
-    def lists(self) -> tuple[Lists, Lists]:
-        """For `measure` (weight and gradient), and for the rest."""
-        gradients = [self._gradient(m) for m in self.members]
-        if self._lists is None:
+    def find_gradients(self) -> None:
+        """Point `lists` at them. New tensors are looked at as a whole, and one by one only if something is unusual."""
+        gradients: list[Any] = [*map(_gradient_of, self.parameters)]
+        usual = not self._sharded and [*map(_kind_of, gradients)] == self._kinds
+        if not usual or [*map(Tensor.stride, gradients)] != self._strides:
+            gradients = [self._laid_out(m) for m in self.members]
+        if self.lists is None:
             rows = [[m.placement.local, gradient, *m.rest] for m, gradient in zip(self.members, gradients, strict=True)]
             widths = [max(m.width, 1) for m in self.members]
-            self._lists = Lists([row[:2] for row in rows]), Lists(rows, widths if self.layout.blocked else None)
-        else:
-            pointers = [gradient.data_ptr() for gradient in gradients]
-            for lists in self._lists:
-                lists.replace(1, gradients, pointers)
-        return self._lists
+            self.lists = Lists(rows, widths if self.layout.blocked else None)
+        self.lists.replace(1, gradients, [*map(Tensor.data_ptr, gradients)])
 
-    def _gradient(self, member: Member) -> Tensor:
+    def forget_gradients(self) -> None:
+        """They belong to the user, who may free them: their addresses are enough, until the next step."""
+        if self.lists is not None:
+            self.lists.release(1)
+
+    def _laid_out(self, member: Member) -> Tensor:
         """This rank's part of the gradient, laid out as the parameter is."""
-        gradient, local = member.parameter.grad, member.placement.local
-        if type(gradient) is not Tensor:
-            gradient = member.placement.part_of(gradient)
+        check_gradient(member.parameter)
+        gradient, local = member.placement.part_of(member.parameter.grad), member.placement.local
+        if gradient.dtype != self.layout.gradient:
+            raise OtherGradientDtype
         return (
             gradient if gradient.stride() == local.stride() else torch.empty_like(local, dtype=gradient.dtype).copy_(gradient)
         )
 
-    def count_in(self, units: list[float]) -> None:
-        """What gradients count in."""
+    def _agree(self, name: str) -> None:
+        """The ranks that hold other shards have measured something, too."""
+        operation = dist.ReduceOp.SUM if name == "sums" else dist.ReduceOp.MAX
+        for group in self.members[0].placement.groups:
+            dist.all_reduce(self._rows[name], operation, group=group)
+
+    def measure(self, units: list[float]) -> None:
+        """Find the largest gradients (and weights), in the units that gradients count in. Nothing is changed yet."""
+        assert self.lists is not None
         if units != self._units:
             self._units = units
             bits = [bits_of_number(float(np.float32(unit)), F32) for unit in units]
             self.units[0].copy_(torch.tensor(bits, dtype=torch.int32))
+        self._measure(self.lists, self.units, [], into=self._rows["largest"])
+        self._agree("largest")
+        torch.amax(self.largest, 0, out=self.worst)
 
-    def fetch_bounds(self) -> None:
+    def number(self, constants: Sequence[int], scalars: list[float], skip: Tensor | None) -> None:
+        """Make `numbers` and the new bounds."""
+        assert self.lists is not None
+        layout = self.layout
         if self._places is not None:
             self.bounds.copy_(self._family_bounds[:, self._places])
+        if layout.rule.needs_norms:
+            scales.opening(layout)(self._table, self._no_numbers, constants)
+            if isinstance(layout.rule, LAMBRule):
+                kernels.measure_step(layout)(self.lists, self.numbers, scalars, into=self._rows["step"])
+                self._agree("step")
+                scales.with_step(layout)(self._table, self._no_numbers, constants)
+            kernels.square(layout)(self.lists, self.numbers, scalars, into=self._rows["sums"])
+            self._agree("sums")
+        self._close(self._table, self._no_numbers, constants, skip)
 
-    def keep_bounds(self) -> None:
+    def update(self, scalars: list[float], skip: Tensor | None) -> None:
+        assert self.lists is not None
         if self._places is not None:
             self._family_bounds[:, self._places] = self.bounds
+        self._update(self.lists, self.numbers, scalars, skip)
 
 
 @dataclass
@@ -137,50 +201,41 @@ class Step:
     """One step of some members: measured first, then done."""
 
     chosen: Chosen
-    call: Tensor
-    scalars: list[float]
+    constants: list[int]  # of the kernel that makes numbers
+    scalars: list[float]  # of the update
     units: list[float]
-    lists: Lists = field(init=False)  # of all that the step reads and writes; `measure` finds where the gradients are
 
-    def measure(self) -> Tensor:
-        """The largest gradient of all (bits; not below infinity's if something is not finite). Nothing is changed yet."""
-        chosen, layout = self.chosen, self.chosen.layout
-        chosen.count_in(self.units)
-        small, self.lists = chosen.lists()
-        measured = kernels.measure(layout)(small, chosen.units, [])
-        chosen.know(scales.Columns(layout).measured[: measured.shape[0]], measured)
-        return chosen.largest.amax()
+    def measure(self) -> None:
+        self.chosen.measure(self.units)
 
-    def _number(self, worst: Tensor) -> None:
-        """Make `chosen.numbers` and the new bounds."""
-        chosen, layout = self.chosen, self.chosen.layout
-        chosen.fetch_bounds()
-        if layout.rule.needs_norms:
-            scales.opening(layout)(chosen.table, self.call, [])
-            if isinstance(layout.rule, LAMBRule):
-                chosen.know(["step"], kernels.measure_step(layout)(self.lists, chosen.numbers, self.scalars))
-                scales.with_step(layout)(chosen.table, self.call, [])
-            chosen.know(["sum_weight", "sum_step"], kernels.square(layout)(self.lists, chosen.numbers, self.scalars))
-        scales.closing(layout)(chosen.table, self.call, [], worst)
-
-    def do(self, worst: Tensor) -> None:
+    def do(self, worst: Tensor | None) -> None:
         """The update, unless something was not finite."""
-        self._number(worst)
-        self.chosen.keep_bounds()
-        kernels.update(self.chosen.layout)(self.lists, self.chosen.numbers, self.scalars, worst)
+        skip = worst if worst is None or worst.device == self.chosen.device else worst.to(self.chosen.device)
+        self.chosen.number(self.constants, self.scalars, skip)
+        self.chosen.update(self.scalars, skip)
+        for member in self.chosen.members:
+            member.state["step"] += 1
+
+    def undo_count(self) -> None:
+        """The step did not happen."""
+        for member in self.chosen.members:
+            member.state["step"] -= 1
 
     def intended(self) -> Tensor:
         """What the step would add to the (only) member's weights, float32, on whole tensors. Nothing is changed."""
-        worst, chosen, layout = self.measure(), self.chosen, self.chosen.layout
+        chosen, layout = self.chosen, self.chosen.layout
+        self.measure()
         before = chosen.bounds.clone()
-        self._number(worst)
+        chosen.number(self.constants, self.scalars, chosen.worst)
         chosen.bounds.copy_(before)
+        assert chosen.lists is not None
         member = chosen.members[0]
         update = kernels.update(layout)
-        elements = update.shaped(self.lists.rows[0], member.width)
+        elements = update.shaped(chosen.lists.rows[0], member.width)
         tables = tables_on(update, chosen.device)
         scalars = torch.tensor(self.scalars, dtype=torch.float32).to(chosen.device, non_blocking=True)
         _, change, _ = kernels.direction(layout, elements, chosen.numbers[:, 0], scalars, tables)
+        chosen.forget_gradients()
         return in_shape_of(change, member.placement.local)
 
 

@@ -5,7 +5,10 @@ cheap questions tell whether it still holds: torch lets anybody change `p.data`,
 gradients, at any time and without a word.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,12 +23,50 @@ from lowp.optim.storing import LONGEST_BLOCK, begin, block_width
 
 Groups = list[dict[str, Any]]
 States = dict[Tensor, dict[str, Any]]
-Families = dict[int, list[Family]]  # by the place of the group
+
+
+@dataclass
+class Families:
+    """Of each group, by its place; and what they were gathered from."""
+
+    by_group: dict[int, list[Family]]
+    params: list[list[Tensor]]
+    outside: list[Tensor]  # had neither gradients nor states
+    states: list[dict[str, Any]]  # all of the optimizer's
+
+    def still_hold(self, groups: Groups, states: States, rule_of: Callable[..., Rule]) -> bool:
+        """Has nothing changed since `gather`?"""
+        return (
+            len(groups) == len(self.params)
+            and all(_are_same(group["params"], known) for group, known in zip(groups, self.params, strict=True))
+            and all(p.grad is None for p in self.outside)
+            and _are_same([*states.values()], self.states)
+            and not any(family.moved() for family in self.all())
+            and not self._other_rules(groups, rule_of)
+        )
+
+    def all(self) -> Iterator[Family]:
+        return chain.from_iterable(self.by_group.values())
+
+    def _other_rules(self, groups: Groups, rule_of: Callable[..., Rule]) -> bool:
+        """Was something switched on or off in a group, such as momentum or decay?"""
+        for place, alike in self.by_group.items():
+            for each in alike:
+                first = each.members[0]
+                if rule_of(first.parameter, groups[place], first.name) != each.layout.rule:
+                    return True
+        return False
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    """The same objects, in the same order?"""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def gather(groups: Groups, states: States, layout_of: Callable[..., Layout]) -> Families:
     """All parameters that have gradients or states; states are begun where there are none."""
-    found: Families = {}
+    found: dict[int, list[Family]] = {}
+    outside: list[Tensor] = []
     number = 0
     for place, group in enumerate(groups):
         alike: dict[Any, list[Member]] = {}
@@ -38,51 +79,27 @@ def gather(groups: Groups, states: States, layout_of: Callable[..., Layout]) -> 
                     states[parameter] = state = begin(parameter, layout) | state
                 member = _member(parameter, state, layout, number, name)
                 alike.setdefault((layout, member.placement.groups, member.placement.local.device), []).append(member)
+            else:
+                outside.append(parameter)
             number += 1
-        found[place] = [_family(layout, members, states) for (layout, _, _), members in alike.items()]
-    return found
+        found[place] = [_family(layout, members) for (layout, _, _), members in alike.items()]
+    return Families(found, [[*group["params"]] for group in groups], outside, [*states.values()])
 
 
 def _member(parameter: Tensor, state: dict[str, Any], layout: Layout, number: int, name: str | None) -> Member:
     placement = LocalParameter(parameter)
     width = block_width(parameter.shape, LONGEST_BLOCK) if layout.blocked else 0
     rest = [placement.part_of(state[key]) for key in layout.state_names]
-    return Member(parameter, placement, number, name, rest, width)
+    return Member(parameter, placement, number, name, state, rest, width)
 
 
-def _family(layout: Layout, members: list[Member], states: States) -> Family:
+def _family(layout: Layout, members: list[Member]) -> Family:
     """The bounds of all members lie together; each parameter's state has a view of its own."""
     names = [f"{layout.rule.states[i]}_bound" for i in layout.scaled]
     device = members[0].placement.local.device
     bounds = torch.zeros((len(names), len(members)), dtype=torch.int32, device=device)
     for column, member in enumerate(members):
-        state = states[member.parameter]
         for row, name in enumerate(names):
-            bounds[row, column] = state[name]
-            state[name] = bounds[row, column]
+            bounds[row, column] = member.state[name]
+            member.state[name] = bounds[row, column]
     return Family(layout, members, bounds)
-
-
-def still_holds(families: Families, groups: Groups, states: States, rule_of: Callable[..., Rule]) -> bool:
-    """Has nothing changed since `gather`?"""
-    return not (_newcomers(groups, states) or _moved(families) or _other_rules(families, groups, rule_of))
-
-
-def _newcomers(groups: Groups, states: States) -> bool:
-    return any(p.grad is not None and not states.get(p) for group in groups for p in group["params"])
-
-
-def _moved(families: Families) -> bool:
-    """Was a parameter given other memory (`p.data = ...`)?"""
-    everyone = (member for alike in families.values() for each in alike for member in each.members)
-    return any(m.placement.part_of(m.parameter).data_ptr() != m.placement.local.data_ptr() for m in everyone)
-
-
-def _other_rules(families: Families, groups: Groups, rule_of: Callable[..., Rule]) -> bool:
-    """Was something switched on or off in a group, such as momentum or decay?"""
-    for place, alike in families.items():
-        for each in alike:
-            first = each.members[0]
-            if rule_of(first.parameter, groups[place], first.name) != each.layout.rule:
-                return True
-    return False

@@ -6,7 +6,7 @@ waits for the device: the kernels themselves leave everything as it is, and the 
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +16,8 @@ from lowp import compat
 from lowp.optim import scales
 from lowp.optim.arguments import GradientScale, check_gradient, check_options, gradient_scale_of, own_name, with_rate
 from lowp.optim.checkpoint import check_groups, check_states
-from lowp.optim.family import Family, Step
-from lowp.optim.gathering import Families, gather, still_holds
+from lowp.optim.family import Family, OtherGradientDtype, Step
+from lowp.optim.gathering import Families, gather
 from lowp.optim.in_graph import register, step_in_graph
 from lowp.optim.kernels import Layout
 from lowp.optim.rounding import UPDATES, scale_of_compensation
@@ -56,8 +56,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
         self._check_settings({**defaults, **options})
         self._families: Families | None = None
-        self._pending: list[Any] = []
-        self._flag: Tensor | None = None  # in pinned memory
+        self._pending: list[Step] = []  # that `check` has not looked at yet
+        self._flag: tuple[Tensor, Any] | None = None  # in pinned memory; when it is there
+        self._joined: tuple[Tensor, Tensor] | None = None
         super().__init__(params, {**defaults, **options})
         self._handle = register(self)
 
@@ -71,7 +72,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # of an older version
             group.setdefault("foreach", None)
             group.setdefault("fused", None)
-        self._families, self._pending, self._flag = None, [], None
+        self._families, self._pending, self._flag, self._joined = None, [], None, None
         self._handle = register(self)
 
     # What an optimizer is made of.
@@ -132,7 +133,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _gather(self) -> Families:
         """All parameters that have gradients or states, by group and layout."""
-        if self._families is None or not still_holds(self._families, self.param_groups, self.state, self.rule):
+        if self._families is None or not self._families.still_hold(self.param_groups, self.state, self.rule):
             self._families = gather(self.param_groups, self.state, self._layout)
         return self._families
 
@@ -152,49 +153,80 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, gradient_scale: GradientScale) -> None:
-        self.check()
+        try:
+            steps, plain = self._prepare(gradient_scale)
+        except OtherGradientDtype:
+            self._families = None
+            steps, plain = self._prepare(gradient_scale)
+        try:
+            self.check()  # as late as possible: what was prepared until now is not waited for by a device
+            worst = self._measure(steps, plain)
+            for group, parameters in plain:
+                units = [1.0 / scale_of(gradient_scale, p) for p in parameters]
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
+                for p in parameters:
+                    self.state[p]["step"] += 1
+                self.plain_step(group, parameters, gradients)
+            for step in steps:
+                step.do(worst)
+        finally:
+            for step in steps:
+                step.chosen.forget_gradients()
+
+    def _prepare(self, gradient_scale: GradientScale) -> tuple[list[Step], list[tuple[dict[str, Any], list[Tensor]]]]:
+        """What kernels do, and what torch's own functions do. Nothing is changed yet."""
         steps: list[Step] = []
         plain: list[tuple[dict[str, Any], list[Tensor]]] = []
-        for place, members in self._gather().items():
+        for place, members in self._gather().by_group.items():
             group = self.param_groups[place]
             if members:
                 self.check_settings(group)  # schedules and users change them at any time
             rated = with_rate(group) if members else group
             for each in members:
                 if self._is_plain(each.layout, group):
-                    for member in each.members:
-                        if member.parameter.grad is not None:
-                            check_gradient(member.parameter)
-                    plain.append((group, [m.parameter for m in each.members if m.parameter.grad is not None]))
+                    parameters = [p for p in each.parameters if p.grad is not None]
+                    for p in parameters:
+                        check_gradient(p)
+                    plain.append((group, parameters))
                 else:
                     steps += self._steps_of(each, rated, gradient_scale)
-        worst = self._measure(steps, plain)
-        for group, parameters in plain:
-            units = [1.0 / gradient_scale_of(gradient_scale, p) for p in parameters]
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
-            for p in parameters:
-                self.state[p]["step"] += 1
-            self.plain_step(group, parameters, gradients)
-        for step in steps:
-            step.do(worst)
-            for member in step.chosen.members:
-                self.state[member.parameter]["step"] += 1
-        self._remember(steps, worst)
+        return steps, plain
 
-    def _measure(self, steps: list[Step], plain: list[tuple[dict[str, Any], list[Tensor]]]) -> Tensor:
-        """Look at all gradients; the largest of all. Raise if it is not finite, where that can be known without waiting."""
-        found = [step.measure() for step in steps]
-        if self.defaults["nonfinite"] == "propagate" or not found:
-            worst = torch.zeros((), dtype=torch.int64, device=found[0].device if found else "cpu")
-        else:
-            worst = found[0] if len(found) == 1 else torch.stack([each.to(found[0].device) for each in found]).amax()
+    def _measure(self, steps: list[Step], plain: list[tuple[dict[str, Any], list[Tensor]]]) -> Tensor | None:
+        """Look at all gradients; the largest of all. Raise if it is not finite, where that can be known without waiting.
+
+        On CUDA the host looks at it when the next step comes, by which time it has long been there.
+        """
+        for step in steps:
+            step.measure()
         if self.defaults["nonfinite"] == "propagate":
-            return worst
-        if (worst.device.type == "cpu" or plain) and int(worst) >= LIMIT:  # torch's own functions would not leave things alone
-            self._raise_nonfinite(steps)
+            return None
+        worst = self._worst(steps)
+        if worst is not None and (worst.device.type == "cpu" or plain):  # torch's own functions do not leave a bad step alone
+            if int(worst) >= LIMIT:
+                self._raise_nonfinite(steps)
+        elif worst is not None:
+            flag, _ = self._flag or (torch.empty((), dtype=torch.int64, pin_memory=True), None)
+            flag.copy_(worst, non_blocking=True)  # nobody else reads it: `check` has waited for the last one
+            self._flag = flag, torch.cuda.current_stream(worst.device).record_event()
+            self._pending = steps
         self._refuse_nonfinite([p for _, parameters in plain for p in parameters])
         return worst
+
+    def _worst(self, steps: list[Step]) -> Tensor | None:
+        """The largest gradient of all steps, in memory that stays where it is."""
+        if len(steps) < 2:
+            return steps[0].chosen.worst if steps else None
+        first = steps[0].chosen.device
+        if self._joined is None or self._joined[0].shape != (len(steps),) or self._joined[0].device != first:
+            self._joined = torch.empty(len(steps), dtype=torch.int64, device=first), torch.empty_like(steps[0].chosen.worst)
+        each, worst = self._joined
+        if all(step.chosen.device == first for step in steps):
+            torch.stack([step.chosen.worst for step in steps], out=each)
+        else:
+            each.copy_(torch.stack([step.chosen.worst.to(first) for step in steps]))
+        return torch.amax(each, 0, out=worst)
 
     def _refuse_nonfinite(self, members: list[Tensor]) -> None:
         """Of parameters that torch's own functions update, which would not leave a bad step alone. One wait for all of them."""
@@ -222,21 +254,17 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _steps_of(self, each: Family, group: dict[str, Any], gradient_scale: GradientScale) -> list[Step]:
         """Members that have taken the same number of steps (mostly all of them) go together."""
-        by_step: dict[int, list[int]] = {}
-        for place, member in enumerate(each.members):
-            if member.parameter.grad is not None:
-                check_gradient(member.parameter)
-                by_step.setdefault(self.state[member.parameter]["step"] + 1, []).append(place)
         found = []
         sign = -1.0 if group["maximize"] else 1.0
         rule = each.layout.rule
-        for step, places in by_step.items():
-            chosen = each.choose(tuple(places))
-            call = torch.tensor(scales.constants(rule.averages(group), group["seed"], step), dtype=torch.int32).view(-1, 1)
-            if each.device.type != "cpu":
-                call = call.to(each.device, non_blocking=True)
-            units = [sign / gradient_scale_of(gradient_scale, member.parameter) for member in chosen.members]
-            found.append(Step(chosen, call, rule.scalars(group, step), units))
+        for step, chosen in each.due().items():
+            chosen.find_gradients()
+            if isinstance(gradient_scale, Mapping):
+                units = [sign / gradient_scale_of(gradient_scale, p) for p in chosen.parameters]
+            else:
+                units = [sign / gradient_scale_of(gradient_scale, chosen.parameters[0])] * len(chosen.parameters)
+            constants = scales.constants(rule.averages(group), group["seed"], step)
+            found.append(Step(chosen, constants, rule.scalars(group, step), units))
         return found
 
     def _name_of(self, parameter: Tensor) -> str:
@@ -246,25 +274,15 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                     return self._name(group, i, place)
         return "a parameter"
 
-    def _remember(self, steps: list[Step], worst: Tensor) -> None:
-        """On CUDA: look at the flag when the next step comes, by which time it has long been there."""
-        if worst.device.type == "cpu" or self.defaults["nonfinite"] == "propagate":
-            return
-        flag = self._flag = torch.empty((), dtype=torch.int64, pin_memory=True) if self._flag is None else self._flag
-        flag.copy_(worst, non_blocking=True)  # nobody else reads it: `check` has waited for the last one
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(worst.device))
-        self._pending = [(flag, event, steps)]
-
     def check(self) -> None:
         """Raise NonFiniteGradient if the last step, on CUDA, met a gradient that was not finite (and so changed nothing)."""
-        pending, self._pending = self._pending, []
-        for flag, event, steps in pending:
+        steps, self._pending = self._pending, []
+        if steps and self._flag is not None:
+            flag, event = self._flag
             event.synchronize()
             if int(flag) >= LIMIT:
                 for step in steps:
-                    for member in step.chosen.members:
-                        self.state[member.parameter]["step"] -= 1
+                    step.undo_count()
                 self._raise_nonfinite(steps)
 
     # To look inside.
@@ -274,7 +292,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """What `step()` would add to this parameter before anything is rounded (float32; this rank's part)."""
         if parameter.grad is None:
             raise ValueError(f"{self._name_of(parameter)} has no gradient, so no step is intended")
-        for place, members in self._gather().items():
+        for place, members in self._gather().by_group.items():
             for each in members:
                 for i, member in enumerate(each.members):
                     if member.parameter is parameter:
@@ -295,7 +313,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def decoded_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The states as numbers (float32; this rank's part)."""
-        for members in self._gather().values():
+        for members in self._gather().by_group.values():
             for each in members:
                 for i, member in enumerate(each.members):
                     if member.parameter is parameter:

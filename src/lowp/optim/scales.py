@@ -39,7 +39,10 @@ def exponent_of(number: float) -> int:
 
 
 def constants(averages: tuple[Average, ...], seed: int, step: int) -> list[int]:
-    """A call's own integers: the words of seed and step, then four for each state."""
+    """A call's own integers: the words of seed and step, then four for each state.
+
+    All are below 2^24, so float32 holds them: kernels take them as scalars, and nothing is copied to a device.
+    """
     found = [int(word) for number in (seed, step) for word in words_of(number)]
     for average in averages:
         falls = math.floor(-math.log2((1 + average.decay) / 2) * (1 << FRACTION))
@@ -112,10 +115,12 @@ def _function(layout: Layout, write: dict[str, bool]) -> ListFunction:
     """
     columns = Columns(layout)
     tops = [layout.states[i].top for i in layout.scaled]
+    count = 8 + 4 * len(layout.states)
     targets: list[int] = []
 
     def function(*arguments: Any) -> list[Tensor]:
-        *elements, call, _, _ = arguments
+        *elements, _, s, _ = arguments
+        call = [s[i].to(torch.int64) for i in range(count)]
         have = dict(zip(columns.names, elements, strict=False))
         bounds = [elements[columns.bound(i)] for i in range(len(tops))]
         results: dict[int, Tensor] = {}
@@ -129,17 +134,15 @@ def _function(layout: Layout, write: dict[str, bool]) -> ListFunction:
         return list(results.values())
 
     example = [torch.ones(1, 4, dtype=e.dtype) for e in columns.elements]
-    count = 8 + 4 * len(layout.states)
-    function(*example, torch.ones(count, dtype=torch.int32), torch.ones(0), ())  # to know what it writes
-    return ListFunction(function, columns.elements, tuple(targets), count, 0)
+    function(*example, torch.ones(0), torch.ones(count), ())  # to know what it writes
+    return ListFunction(function, columns.elements, tuple(targets), 0, count)
 
 
 def _opened(
-    have: dict[str, Tensor], call: Tensor, bounds: list[Tensor], tops: list[int], columns: Columns
+    have: dict[str, Tensor], call: list[Tensor], bounds: list[Tensor], tops: list[int], columns: Columns
 ) -> dict[int, Tensor]:
     layout, number = columns.layout, columns.number
-    words = [call[i].to(torch.int64) for i in range(8)]
-    keys = key_columns(Domain.OPTIMIZER, words[:4], words[4:], have["streams"], have["firsts"])
+    keys = key_columns(Domain.OPTIMIZER, call[:4], call[4:8], have["streams"], have["firsts"])
     found = {number(i): key for i, key in enumerate(keys)}
     found[number(UNIT)] = have["units"]
     for bound, top, state in zip(bounds, tops, layout.scaled, strict=True):
@@ -152,12 +155,12 @@ def _opened(
 
 
 def _closed(
-    have: dict[str, Tensor], call: Tensor, bounds: list[Tensor], tops: list[int], columns: Columns
+    have: dict[str, Tensor], call: list[Tensor], bounds: list[Tensor], tops: list[int], columns: Columns
 ) -> dict[int, Tensor]:
     layout, number = columns.layout, columns.number
     found: dict[int, Tensor] = {}
     for i, (bound, top, state) in enumerate(zip(bounds, tops, layout.scaled, strict=True)):
-        falls, *_ = own = [call[8 + 4 * state + k].to(torch.int64) for k in range(4)]
+        falls, *_ = own = call[8 + 4 * state : 12 + 4 * state]
         incoming = _incoming(have, own, layout, layout.states[state].positive) << FRACTION
         old = bound.to(torch.int64)
         fallen = torch.maximum(old - falls, incoming)

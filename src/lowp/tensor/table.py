@@ -179,62 +179,68 @@ def _gap(value: float, fmt: Format, negative: bool, saturate: bool) -> Gap:
     return None if ends else (float(near.low), float(near.high))
 
 
-_MOST = 1 << 32  # units in a gap: times 30 random bits, an integer of 64 bits holds them
-_FAR = 60  # bits to the right: a float32's significand and 30 bits more are gone by then
+_NARROW = 1 << 28  # units in a gap
+_MORE = 7  # bits that the gap above zero has more
 
 
 def gap_tables(gaps: Sequence[Gap], carrier: Carrier) -> tuple[Table, ...]:
     """What `goes_up` looks up for each entry.
 
-    The numbers at both ends are integers times a power of two, the unit. Three tables of integers: the lower end and the length
-    in units, and the unit's exponent, counted from that of the carrier's smallest number.
+    A gap's unit is the last place of the carrier's numbers at its lower end: all numbers in the gap are integers times that.
+    Two tables of int32: the lower end in units (24 bits) before the unit's exponent as a field of the carrier (8 bits), and the
+    length in units. Above zero, where numbers have ever smaller units, the unit is the last place of the upper end, and the
+    length is counted in 2^-7 of it.
     Where a gap has too many units, and for float64 numbers, two tables of float64: the ends.
     """
     lowest = carrier.min_exponent - carrier.fraction_bits
     counted = []
     for gap in gaps:
         if gap is None:
-            counted.append((_MOST, 0, _FAR + (carrier.infinity >> carrier.fraction_bits)))  # a start that nothing reaches
+            counted.append((-1, 0))  # a lower end that nothing is above
             continue
-        unit = min(_last_place(end) for end in gap if end)
-        start, end = (int(math.ldexp(number, -unit)) for number in gap)
-        counted.append((start, end - start, unit - lowest))
-    if carrier is F64 or any(length >= _MOST or start + length >= _MOST << 28 for start, length, _ in counted):
+        low, high = gap
+        unit = max(math.frexp(low or high)[1] - carrier.fraction_bits - 1, lowest)
+        start, end = (math.ldexp(number, -unit) for number in gap)
+        packed = int(start) << 8 | unit - lowest + 1
+        counted.append((packed - (packed >> 31 << 32), int((end - start) * (1 if low else 1 << _MORE))))
+        if end != int(end) or (low and end - start >= _NARROW):
+            counted.clear()
+            break
+    if carrier is F64 or not counted:
         ends = [gap or (math.inf, math.inf) for gap in gaps]
         return tuple(Table(column, torch.float64) for column in zip(*ends, strict=True))
-    dtypes = torch.int64, torch.int64, torch.int32
-    return tuple(Table(column, dtype) for column, dtype in zip(zip(*counted, strict=True), dtypes, strict=True))
-
-
-def _last_place(number: float) -> int:
-    """The exponent of the last bit that is set."""
-    numerator, denominator = number.as_integer_ratio()
-    return (numerator & -numerator).bit_length() - denominator.bit_length()
+    return tuple(Table(column, torch.int32) for column in zip(*counted, strict=True))
 
 
 def goes_up(magnitude: Tensor, gap: Sequence[Tensor], noise: Tensor, carrier: Carrier) -> Tensor:
     """Stochastic rounding between two neighbours whose gap is no power of two: is the draw under the share covered?
 
-    The share is (x - low) / (high - low), compared as draw * (high - low) < x - low: in integers, which is exact and makes no
-    wide floats of 16-bit numbers; or in float64, where a quotient would differ between chips and these products do not.
+    The share is (x - low) / (high - low), compared as draw * (high - low) < (x - low) * 2^30, exactly.
     False where there is nowhere to go. `gap` is what `gap_tables` has for each element.
+
+    In units of the gap x - low is an integer D, the length an integer G, and draw * G < D * 2^30 is (draw * G >> 30) < D.
+    Above zero, x is D units of its own, each 2^-n of the gap's: (draw * G >> 30 - n) < D. G has seven bits more there, so that
+    it is not below D where n is so large that only a draw of zero is under the share.
     """
     span = 1 << carrier.noise_bits
-    if len(gap) == 2:
+    drawn = span - 1 - noise
+    if gap[0].dtype == torch.float64:
         low, high = gap
-        drawn = (span - 1 - noise).to(torch.float64)
-        return drawn * (high - low) < (to_float64(magnitude, carrier) - low) * float(span)
-    start, length, unit = gap
+        covered, length = to_float64(magnitude, carrier) - low, high - low
+        if carrier is F64:
+            return drawn.to(torch.float64) * length < covered * float(span)
+        # Products of half a draw are exact in float64, and so is their difference where it is small.
+        upper, lower = ((drawn >> 15).to(torch.float64), (drawn & 0x7FFF).to(torch.float64))
+        return (upper * length - covered * 2.0**15) * 2.0**15 + lower * length < 0
+    packed, length = gap
+    start = (packed >> 8) & 0xFFFFFF
     field = (magnitude >> carrier.fraction_bits).clamp(min=1)
     significand = magnitude - (field - 1 << carrier.fraction_bits)
-    # The magnitude in units: a whole number, and 30 bits after the point. What is finer is rounded up: no draw is between.
-    shift = (field - 1 - unit).to(torch.int64)
-    right = (-shift).clamp(0, _FAR)
-    scaled = ((significand.to(torch.int64) << carrier.noise_bits) + ((torch.ones_like(right) << right) - 1)) >> right
-    whole = (scaled >> carrier.noise_bits) << shift.clamp(0, 38)  # of 62 bits at most
-    covered = (whole - start).clamp(max=_MOST)  # more than the gap, where numbers beyond the largest go on as if it went on
-    drawn = (span - 1 - noise).to(torch.int64)
-    return drawn * length < (covered << carrier.noise_bits) + (scaled & (span - 1))
+    above = field - (packed & 0xFF)
+    # Beyond the largest number, six places more are more than any gap has.
+    covered = (significand << above.clamp(0, 6)) - start
+    shift = (above.clamp(max=0) + carrier.noise_bits + (start == 0).to(above.dtype) * _MORE).clamp(min=0)
+    return (drawn.to(torch.int64) * length.to(torch.int64)) >> shift.to(torch.int64) < covered.to(torch.int64)
 
 
 def to_float64(magnitude: Tensor, carrier: Carrier) -> Tensor:

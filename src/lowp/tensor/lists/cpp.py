@@ -1,11 +1,12 @@
 """A traced function as C++, for lists of tensors in a CPU's memory.
 
 The program is printed in vector types (vectors.py), compiled by itself in a second or two, without torch's headers, and called
-through ctypes, which lets go of Python's lock: threads of our own share the work. (inductor's kernels are 20 times slower here:
-they spill every reinterpretation of bits.)
+through ctypes. OpenMP's threads share the work. (inductor's kernels are 20 times slower here: they spill every
+reinterpretation of bits.)
 
-One call works on chunks `first` to `last` of a list of tensors; a chunk is a stretch of one tensor. Where something is asked of
-blocks, a block is worked on twice: what its largest number depends on, then the rest, with what both need kept between them.
+A call works on all chunks of a list of tensors; a chunk is a stretch of one tensor. Reductions are integers, so that the order
+in which threads add theirs does not matter. Where something is asked of blocks, a block is worked on twice: what its largest
+number depends on, then the rest, with what both need kept between them.
 """
 
 import ctypes
@@ -24,20 +25,30 @@ from typing import Any
 
 import torch
 
-from lowp.tensor.lists.cache import load_library
+from lowp.tensor.lists.cache import UnsafeCache, load_library
 from lowp.tensor.lists.trace import Element, Program, Statement, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 LONGEST_BLOCK = 4096  # elements
 _SIGNATURE = """
 extern "C" void run(const int64_t* pointers, const int64_t* lengths, const int64_t* widths, const int32_t* numbers,
-                    long tensors, const float* scalars, const int64_t* tables, int64_t* reduced, const int32_t* chunk_tensor,
-                    const int64_t* chunk_start, const int64_t* chunk_sizes, long first, long last) {
-    const Subnormals subnormals;"""
+                    long tensors, long columns, const float* scalars, const int64_t* tables, int64_t* reduced,
+                    const int32_t* chunk_tensor, const int64_t* chunk_start, const int64_t* chunk_sizes, long chunks,
+                    long threads) {"""
+_INTO = """
+static inline void sum_into(int64_t* total, int64_t part) { __atomic_fetch_add(total, part, __ATOMIC_RELAXED); }
+static inline void largest_into(int64_t* most, int64_t part) {
+    int64_t now = __atomic_load_n(most, __ATOMIC_RELAXED);
+    while (part > now && !__atomic_compare_exchange_n(most, &now, part, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}"""
 _CHUNK = """
-    for (long chunk = first; chunk < last; chunk++) {
+    #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if(threads > 1)
+    for (long chunk = 0; chunk < chunks; chunk++) {
+        const Subnormals subnormals;
         const long tensor = chunk_tensor[chunk], begin = chunk_start[chunk], length = lengths[tensor];
         const long size = chunk_sizes[tensor], end = begin + size < length ? begin + size : length;"""
+
+_LOOP = "long e = b; for (; e + LANES <= stop; e += LANES) stage{0}(e, LANES); if (e < stop) stage{0}(e, stop - e);"
 
 
 class _Source:
@@ -57,10 +68,13 @@ class _Source:
         self.printer = Printer()
 
     def text(self, tables: list[torch.dtype]) -> str:
-        lines = [_SIGNATURE]
+        lines = [*([_INTO] if self.reductions else []), _SIGNATURE]
         lines += [f"    const {SCALARS[d]}* table{i} = (const {SCALARS[d]}*)tables[{i}];" for i, d in enumerate(tables)]
-        lines += [f"    const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in self.program.scalars.items()]
-        lines += [_CHUNK, *self._of_tensor(), *self._of_block(), *self._reduce(), "    }", "}"]
+        inner = [*self._of_tensor(), *self._of_block(), *self._reduce(), "    }", "}"]
+        # Inside the loop over chunks, so that they are the thread's own, in registers, and not asked for in memory again.
+        lines += [_CHUNK, *(f"        const auto constant{i} = ::constant{i};" for i in self.printer.constants.values())]
+        lines += [f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in self.program.scalars.items()]
+        lines += inner
         return "\n".join([preamble(), *self.printer.declarations(), *lines])
 
     def _of_tensor(self) -> list[str]:
@@ -68,9 +82,10 @@ class _Source:
         lines = []
         for i, e in enumerate(self.elements):
             kind = SCALARS[e.dtype]
-            lines.append(f"        {kind}* p{i} = ({kind}*)pointers[tensor * {len(self.elements)} + {i}];")
+            lines.append(f"        {kind}* p{i} = ({kind}*)pointers[tensor * columns + {i}];")
         for place, v in self.program.numbers.items():
-            lines.append(f"        const i32 {v.name} = splat<i32>(numbers[{place} * tensors + tensor]);")
+            kind = TYPES[v.dtype]
+            lines.append(f"        const {kind} {v.name} = splat<{kind}>(numbers[{place} * tensors + tensor]);")
         return lines + [f"        {'i32' if kind == 'max' else 'i64'} r{i} = {{}};" for i, kind in enumerate(self.reductions)]
 
     def _of_block(self) -> list[str]:
@@ -84,14 +99,9 @@ class _Source:
         lines += [f"            {TYPES[v.dtype]} kept_{v.name}[{LONGEST_BLOCK} / LANES];" for v in self.kept]
         for number, (statements, maxima) in enumerate(self.stages):
             lines += [f"            f32 most_{m.result.name} = {{}};" for m in maxima]
-            lines += ["            for (long e = b; e < stop; e += LANES) {"]
-            lines += ["                auto body = [&](long count) __attribute__((always_inline)) {"]
-            lines += ["                    " + line for line in self._body(number, statements, maxima)]
-            lines += [
-                "                };",
-                "                if (stop - e >= LANES) body(LANES); else body(stop - e);",
-                "            }",
-            ]
+            lines += [f"            const auto stage{number} = [&](long e, long count) __attribute__((always_inline)) {{"]
+            lines += ["                " + line for line in self._body(number, statements, maxima)]
+            lines += ["            };", f"            {{ {_LOOP.format(number)} }}"]
             lines += [f"            const f32 {m.result.name} = splat<f32>(largest_of(most_{m.result.name}));" for m in maxima]
         return [*lines, "        }"]
 
@@ -132,9 +142,11 @@ class _Source:
     def _reduce(self) -> list[str]:
         lines = []
         for i, kind in enumerate(self.reductions):
-            place = f"reduced[{i} * tensors + tensor]"
-            more = f"r{i}[l] > {place} ? r{i}[l] : {place}" if kind == "max" else f"{place} + r{i}[l]"
-            lines.append(f"        for (int l = 0; l < LANES; l++) {place} = {more};")
+            more = f"r{i}[l] > whole{i} ? r{i}[l] : whole{i}" if kind == "max" else f"whole{i} + r{i}[l]"
+            lines += [f"        int64_t whole{i} = 0;", f"        for (int l = 0; l < LANES; l++) whole{i} = {more};"]
+            lines.append(
+                f"        {'largest_into' if kind == 'max' else 'sum_into'}(reduced + {i} * tensors + tensor, whole{i});"
+            )
         return lines
 
 
@@ -211,7 +223,7 @@ def _machine() -> str:
         return platform.processor()
 
 
-_ARGUMENTS = (*[ctypes.c_void_p] * 4, ctypes.c_long, *[ctypes.c_void_p] * 6, *[ctypes.c_long] * 2)
+_ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 6, *[ctypes.c_long] * 2)
 
 
 def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str] = ()) -> Any:
@@ -222,6 +234,16 @@ def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str]
     run.restype = None
     run.argtypes = list(arguments)
     return run
+
+
+def build_parallel(text: str, arguments: Sequence[Any] = _ARGUMENTS) -> Any:
+    """The same with OpenMP, whose threads are awake between calls; one thread where the compiler or the machine has none."""
+    try:
+        return build(text, arguments, ["-fopenmp"])
+    except UnsafeCache:
+        raise
+    except (RuntimeError, OSError):
+        return build(text, arguments)
 
 
 def _compiled(command: list[str], text: str) -> bytes:

@@ -10,6 +10,7 @@ function is written once, in torch operations on one tensor; it runs as
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,43 +27,52 @@ from lowp.tensor.memory import flat_memory
 from lowp.tensor.table import Table
 
 _CPU_CHUNK = 1 << 14  # elements: all arguments of a chunk fit into a core's cache
+_WORTH_THREADS = 1 << 16  # elements
 _CUDA_CHUNK = 1 << 9
 _CUDA_EACH = 128  # elements of a warp
+_CUDA_BLOCKS = 1 << 10  # elements of as many blocks as a program works on
 _CUDA_REDUCED = 1 << 13  # where only reductions come out: fewer of them wait for each other at the end
 LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip` holds is not below it
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of one launch: the tensor that each is of, its first element; how many elements a chunk of each tensor has."""
+    """The chunks of one launch: the tensor that each is of, its first element; how many elements a chunk of each tensor has.
 
-    size: int
+    On CUDA a chunk has `rows` stretches of up to `size` elements.
+    """
+
     tensors: Any
     starts: Any
     sizes: Any
+    size: int = 0
+    rows: int = 1
 
 
 class Lists:
     """The arguments: a row of dense tensors, laid out alike, for each tensor of the list, one for each element argument.
 
+    A function may take fewer arguments than a row has tensors: the first ones.
     `widths` are the lengths of the tensors' blocks (which divide them); only functions that ask something of blocks need them.
     `work` is how many elements a call stands for, if not for these: a kernel is built when there is enough of it. Arrays are
-    numpy's on a CPU and tensors on a device; they are made once.
+    numpy's on a CPU and tensors on a device; they are made once, and stay where they are.
     """
 
     def __init__(self, rows: Sequence[Sequence[Tensor]], widths: Sequence[int] | None = None, work: int | None = None) -> None:
-        self.rows = [list(row) for row in rows]
+        self.rows: list[list[Any]] = [list(row) for row in rows]
         self.device = self.rows[0][0].device
         self.lengths = [row[0].numel() for row in self.rows]
         self.elements = sum(self.lengths)
         self.work = self.elements if work is None else work
         self.widths = list(widths) if widths is not None else [max(length, 1) for length in self.lengths]
+        self.columns = len(self.rows[0])
         self._pointers = np.array([[x.data_ptr() for x in row] for row in self.rows], dtype=np.int64)
-        self._lengths, self._widths = (self._put(np.array(x, dtype=np.int64)) for x in (self.lengths, self.widths))
-        self._pointers_there: Any = None
+        self.arrays = tuple(self._put(x) for x in (self._pointers, np.array(self.lengths), np.array(self.widths)))
         self.aligned = _are_aligned(self._pointers)
+        self._replaced: dict[int, list[int]] = {}
         self._chunks: dict[tuple[bool, int], list[Chunks]] = {}
         self._room: dict[int, Tensor] = {}
+        self.prepared: dict[Any, Any] = {}  # by kernel: what it has found out about these lists
 
     def _put(self, array: np.ndarray) -> Any:
         if self.device.type == "cpu":
@@ -70,26 +80,26 @@ class Lists:
         return torch.from_numpy(array.copy()).to(self.device, non_blocking=True)  # small: the driver takes it over at once
 
     def replace(self, column: int, tensors: Sequence[Tensor], pointers: list[int]) -> None:
-        """Other tensors for one argument: gradients live somewhere else in every step."""
+        """Other tensors for one argument: gradients are new ones in every step, mostly at the same addresses as before."""
         for row, tensor in zip(self.rows, tensors, strict=True):
             row[column] = tensor
-        if pointers != self._pointers[:, column].tolist():
+        if pointers != self._replaced.get(column):
+            self._replaced[column] = pointers
             self._pointers[:, column] = pointers
-            self._pointers_there = None
             self.aligned = _are_aligned(self._pointers)
+            if self.device.type != "cpu":
+                self.arrays[0].copy_(torch.from_numpy(self._pointers.copy()), non_blocking=True)
 
-    @property
-    def arrays(self) -> tuple[Any, Any, Any]:
-        """Pointers, lengths, widths."""
-        if self._pointers_there is None:
-            self._pointers_there = self._put(self._pointers)
-        return self._pointers_there, self._lengths, self._widths
+    def release(self, column: int) -> None:
+        """Keep no tensor of this argument alive. It must be replaced before the next call."""
+        for row in self.rows:
+            row[column] = None
 
     def room(self, reductions: int) -> Tensor:
         """For reductions, int64 [reductions, tensors]; the next call with as many uses it again."""
         if reductions not in self._room:
             self._room[reductions] = torch.zeros((reductions, len(self.rows)), dtype=torch.int64, device=self.device)
-        return self._room[reductions].zero_()
+        return self._room[reductions]
 
     def chunks(self, of_blocks: bool, size: int = _CUDA_CHUNK) -> list[Chunks]:
         """One launch or, for blocks on CUDA, one for each power of two that their widths fit into."""
@@ -101,18 +111,28 @@ class Lists:
         everyone = range(len(self.rows))
         if self.device.type == "cpu":
             steps = [width * max(1, _CPU_CHUNK // width) if of_blocks else _CPU_CHUNK for width in self.widths]
-            return [self._starts(everyone, steps, 0)]
+            return [self._starts(everyone, steps)]
+        backwards = size == _CUDA_CHUNK  # what writes begins where what measured has ended: that is still in the cache
         if not of_blocks:
             size = min(size, max(32, 1 << (max(self.lengths) - 1).bit_length()))  # a table of a few tensors is short
-            return [self._starts(everyone, [size] * len(self.rows), size)]
+            return [self._starts(everyone, [size] * len(self.rows), size, 1, backwards)]
         sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
-        return [self._starts([i for i in everyone if sizes[i] == own], self.widths, own) for own in sorted(set(sizes))]
+        found = []
+        for own in sorted(set(sizes)):
+            rows = max(1, _CUDA_BLOCKS // own)
+            members = [i for i in everyone if sizes[i] == own]
+            found.append(self._starts(members, [rows * width for width in self.widths], own, rows, backwards))
+        return found
 
-    def _starts(self, members: Sequence[int], steps: Sequence[int], size: int) -> Chunks:
+    def _starts(
+        self, members: Sequence[int], steps: Sequence[int], size: int = 0, rows: int = 1, backwards: bool = False
+    ) -> Chunks:
         starts = [np.arange(0, self.lengths[i], steps[i], dtype=np.int64) for i in members]
         tensors = [np.full(len(own), i, dtype=np.int32) for i, own in zip(members, starts, strict=True)]
-        cut = np.concatenate(tensors), np.concatenate(starts), np.array(steps, dtype=np.int64)
-        return Chunks(size, *(self._put(part) for part in cut))
+        order = slice(None, None, -1 if backwards else 1)
+        cut = np.concatenate(tensors)[order], np.concatenate(starts)[order], np.array(steps, dtype=np.int64)
+        there = [self._put(part) for part in cut]
+        return Chunks(there[0], there[1], there[2], size, rows)
 
 
 def _are_aligned(pointers: np.ndarray) -> bool:
@@ -140,30 +160,38 @@ class ListFunction:
     def of_blocks(self) -> bool:
         return any(element.of_block for element in self.elements)
 
-    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        lists: Lists,
+        numbers: Tensor,
+        scalars: Sequence[float],
+        skip: Tensor | None = None,
+        into: Tensor | None = None,
+    ) -> Tensor:
         """Apply to all. `numbers` is [numbers, tensors]. `skip` is one integer; if it is not below LIMIT, nothing happens.
 
-        Returns the reductions, int64 [reductions, tensors], in memory that the next call for these lists may use again.
+        Returns the reductions, int64 [reductions, tensors]: `into`, or memory that the next call for these lists may use again.
         """
+        reduced = lists.room(len(self.reductions)) if into is None else into
+        if self.reductions:
+            reduced.zero_()
         if lists.elements == 0:
-            return lists.room(len(self.reductions))
+            return reduced
         # At once where plain operations would be a hundred launches, or where an audit would see their temporaries.
         at_once = lists.device.type == "cuda" or dispatch_mode_count() > 0
         kernel = kernels.get_or_build(self, lists.device, kernels.SMALL if at_once else lists.work, _build)
-        if kernel is None:
-            return self._plain(lists, numbers, scalars, skip)
-        return kernel(lists, numbers, scalars, skip)
+        (kernel or self._plain)(lists, numbers, scalars, skip, reduced)
+        return reduced
 
     def shaped(self, row: Sequence[Tensor], width: int) -> list[Tensor]:
         """One tensor's arguments as the function takes them."""
         shape = (-1, width) if self.of_blocks else (1, -1)
-        stored = (flat_memory(x.detach(), e.dtype) for x, e in zip(row, self.elements, strict=True))
+        stored = (flat_memory(x.detach(), e.dtype) for x, e in zip(row, self.elements, strict=False))
         return [x.view((-1, 1) if e.of_block else shape) for x, e in zip(stored, self.elements, strict=True)]
 
-    def _plain(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None) -> Tensor:
+    def _plain(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor) -> None:
         shared = torch.tensor(scalars, dtype=torch.float32).to(lists.device, non_blocking=True)
         tables = tables_on(self, lists.device)
-        reduced = lists.room(len(self.reductions))
         for i, (row, width) in enumerate(zip(lists.rows, lists.widths, strict=True)):
             if row[0].numel() == 0:
                 continue
@@ -174,7 +202,6 @@ class ListFunction:
                 shaped[place].copy_(result if skip is None else torch.where(skip.view(()) < LIMIT, result, shaped[place]))
             for number, (kind, result) in enumerate(zip(self.reductions, results[len(self.writes) :], strict=True)):
                 reduced[number, i] = result.to(torch.int64).amax() if kind == "max" else result.sum(dtype=torch.int64)
-        return reduced
 
 
 def plain_because(device: torch.device) -> str | None:
@@ -197,7 +224,7 @@ def tables_on(what: ListFunction, device: torch.device) -> tuple[Tensor, ...]:
     return tuple(table.tensor(device) for table in what.tables)
 
 
-def _build(what: ListFunction, device: torch.device) -> Callable[..., Tensor]:
+def _build(what: ListFunction, device: torch.device) -> Callable[..., None]:
     tables = list(tables_on(what, device))
     program = trace(what.function, what.elements, what.numbers, what.scalars, tables, device)
     for place, result in zip(what.writes, program.results, strict=False):
@@ -209,36 +236,32 @@ def _build(what: ListFunction, device: torch.device) -> Callable[..., Tensor]:
 class _CppKernel:
     def __init__(self, what: ListFunction, program: Any, tables: list[Tensor]) -> None:
         self._what = what
-        self._tables = tables
-        self._addresses = np.array([table.data_ptr() for table in tables], dtype=np.int64)
+        self._tables = np.array([table.data_ptr() for table in tables], dtype=np.int64)
+        self._kept = tables
         text = cpp.source(program, what.elements, what.writes, what.reductions, [table.dtype for table in tables])
-        self._run = cpp.build(text)
+        self._run = cpp.build_parallel(text)
 
-    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None) -> Tensor:
-        reduced = lists.room(len(self._what.reductions))
+    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor) -> None:
         if skip is not None and int(skip) >= LIMIT:
-            return reduced
-        (chunks,) = lists.chunks(self._what.of_blocks)
+            return
+        if self not in lists.prepared:
+            (chunks,) = lists.chunks(self._what.of_blocks)
+            threads = lists.elements > _WORTH_THREADS
+            where = [x.ctypes.data for x in (*lists.arrays, self._tables, chunks.tensors, chunks.starts, chunks.sizes)]
+            lists.prepared[self] = where, len(chunks.starts), threads
+        where, chunks, threads = lists.prepared[self]
         shared = np.array(scalars, dtype=np.float32)
-        pointers, lengths, widths = lists.arrays
-        parts = cpp.parts_of(len(chunks.starts), lists.elements)
-        rooms = [reduced] + [torch.zeros_like(reduced) for _ in range(parts - 1)]
-        own = (pointers, lengths, widths, numbers, shared, self._addresses, chunks.tensors, chunks.starts, chunks.sizes)
-        address = [x.data_ptr() if isinstance(x, Tensor) else x.ctypes.data for x in own]
-
-        def call(first: int, last: int, part: int) -> None:
-            room = rooms[part].data_ptr()
-            self._run(*address[:4], len(lists.rows), *address[4:6], room, *address[6:], first, last)
-
-        cpp.in_parallel(call, len(chunks.starts), parts)
-        for other in rooms[1:]:
-            for number, kind in enumerate(self._what.reductions):
-                mine = reduced[number]
-                torch.maximum(mine, other[number], out=mine) if kind == "max" else mine.add_(other[number])
-        return reduced
+        self._run(
+            *where[:3], numbers.data_ptr(), len(lists.rows), lists.columns, shared.ctypes.data, where[3], reduced.data_ptr(),
+            *where[4:], chunks, torch.get_num_threads() if threads else 1,
+        )  # fmt: skip
 
 
 class _TritonKernel:
+    """Triton's own launch of a kernel costs 50 microseconds of Python: which variant of it these arguments need is found out
+    from their types and addresses, in each call. Here that is done once for lists and the addresses beside them; the compiled
+    kernel that was found is then launched directly, with addresses as integers."""
+
     def __init__(self, what: ListFunction, program: Any, tables: list[Tensor]) -> None:
         self._what = what
         self._tables = tables
@@ -246,20 +269,38 @@ class _TritonKernel:
         self._run = triton.build(triton.source(program, what.elements, what.writes, what.reductions, len(tables)))
         self._nothing: dict[torch.device, Tensor] = {}
 
-    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None) -> Tensor:
-        reduced = lists.room(len(self._what.reductions))
-        if lists.device not in self._nothing:
-            self._nothing[lists.device] = torch.zeros(1, dtype=torch.int64, device=lists.device)
-        never = self._nothing[lists.device]
+    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor) -> None:
+        if skip is None:
+            if lists.device not in self._nothing:
+                self._nothing[lists.device] = torch.zeros(1, dtype=torch.int64, device=lists.device)
+            skip = self._nothing[lists.device]
         shared = [float(scalars[place]) for place in self._places]
-        target = reduced if self._what.reductions else never
-        with torch.cuda.device(lists.device):
-            size = _CUDA_CHUNK if self._what.writes else _CUDA_REDUCED
-            for chunks in lists.chunks(self._what.of_blocks, size):
-                self._run[(chunks.tensors.numel(),)](
-                    *lists.arrays, numbers, len(lists.rows), *shared, *self._tables, target, never if skip is None else skip,
-                    LIMIT, chunks.tensors, chunks.starts, SIZE=chunks.size,
-                    ALIGNED=lists.aligned and not self._what.of_blocks, num_warps=min(8, max(1, chunks.size // _CUDA_EACH)),
-                    enable_fp_fusion=False,
-                )  # fmt: skip
-        return reduced
+        addresses = numbers.data_ptr(), skip.data_ptr(), reduced.data_ptr(), lists.aligned
+        found, launches = lists.prepared.get(self, (None, []))
+        with nullcontext() if torch.cuda.current_device() == lists.device.index else torch.cuda.device(lists.device):
+            if found != addresses or not launches:
+                lists.prepared[self] = addresses, self._first(lists, numbers, shared, skip, reduced)
+                return
+            for launch, before, after in launches:
+                launch(*before, *shared, *after)
+
+    def _first(self, lists: Lists, numbers: Tensor, shared: list[float], skip: Tensor, reduced: Tensor) -> list[Any]:
+        """Launch, and say how to launch again: a function, and its arguments before and after the scalars.
+
+        Nothing, where there is no compiled kernel (Triton's interpreter).
+        """
+        launches = []
+        size = _CUDA_CHUNK if self._what.writes else _CUDA_REDUCED
+        for chunks in lists.chunks(self._what.of_blocks, size):
+            before = [*lists.arrays, numbers, len(lists.rows), lists.columns]
+            after = [*self._tables, reduced if self._what.reductions else skip, skip, LIMIT, chunks.tensors, chunks.starts]
+            constants = {"SIZE": chunks.size, "ROWS": chunks.rows, "ALIGNED": lists.aligned}
+            grid = (chunks.tensors.numel(), 1, 1)
+            compiled = self._run[grid](
+                *before, *shared, *after, **constants,
+                num_warps=min(8, max(1, chunks.size * chunks.rows // _CUDA_EACH)), enable_fp_fusion=False,
+            )  # fmt: skip
+            if compiled is not None:
+                ends = [[x.data_ptr() if isinstance(x, Tensor) else x for x in part] for part in (before, after)]
+                launches.append((compiled[grid], ends[0], [*ends[1], *constants.values()]))
+        return launches

@@ -57,7 +57,7 @@ def expression(s: Statement) -> str:
             yes, no = (_argument(x, s.operand) for x in s.arguments[1:])
             return f"tl.where({s.arguments[0].name}, {yes}, {no})"
         case "amax":
-            return f"tl.max(tl.where(inside, {s.arguments[0].name}, 0.0), axis=0)"
+            return f"tl.max(tl.where(inside, {s.arguments[0].name}, 0.0), axis=1, keep_dims=True)"
         case "div":
             return f"tl.div_rn({a[0]}, {a[1]})" if s.operand == torch.float32 else f"{a[0]} / {a[1]}"
         case operation if operation in INFIX:
@@ -93,6 +93,24 @@ def expression(s: Statement) -> str:
     raise NotImplementedError(f"{s.operation} in Triton")
 
 
+_STRETCH = (
+    "    begin = tl.multiple_of(begin, SIZE)",
+    "    place = begin + tl.arange(0, SIZE)",
+    "    index = place.to(tl.int32)",
+    "    inside = place < end",
+    "    full = begin + SIZE <= end",
+)
+_BLOCKS = (
+    "    width = tl.load(widths + tensor)",
+    "    row = tl.arange(0, ROWS)[:, None]",
+    "    lane = tl.arange(0, SIZE)[None, :]",
+    "    there = begin + row * width < end",
+    "    block = begin // width + row",
+    "    place = begin + row * width + lane",
+    "    index = place.to(tl.int32)",
+    "    inside = (lane < width) & there",
+    "    full = (width == SIZE) & (begin + ROWS * SIZE <= end)",
+)
 _OWN = ("constant", "index", "bitcast", "convert", "look_up", "where", "amax")
 
 
@@ -102,7 +120,8 @@ def source(
     """The Python text of a module with the kernel `run`.
 
     The program is written twice: for chunks that are full, where memory is read and written in long vectors, and, with masks,
-    for the last chunk of a tensor.
+    for the last chunk of a tensor. A chunk of blocks is ROWS of them, one below the other, each of up to SIZE elements; it is
+    full if there are as many, of exactly that length.
     """
     of_blocks = any(e.of_block for e in elements)
     names = [*(v.name for v in program.scalars.values()), *(f"table{i}" for i in range(tables))]
@@ -113,8 +132,8 @@ def source(
         "",
         "",
         "@triton.jit",
-        f"def run(pointers, lengths, widths, numbers, tensors, {''.join(name + ', ' for name in names)}"
-        "reduced, skip, limit, chunk_tensor, chunk_start, SIZE: tl.constexpr, ALIGNED: tl.constexpr):",
+        f"def run(pointers, lengths, widths, numbers, tensors, columns, {''.join(name + ', ' for name in names)}"
+        "reduced, skip, limit, chunk_tensor, chunk_start, SIZE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):",
         "    if tl.load(skip) >= limit:",
         "        return",
         "    chunk = tl.program_id(0)",
@@ -122,20 +141,16 @@ def source(
         "    begin = tl.load(chunk_start + chunk)",
         "    end = tl.load(lengths + tensor)",
     ]
-    if of_blocks:
-        lines += ["    width = tl.load(widths + tensor)", "    end = tl.minimum(begin + width, end)"]
-        lines += ["    block = begin // width"]
-    else:
-        lines += ["    begin = tl.multiple_of(begin, SIZE)"]
-    lines += ["    lane = tl.arange(0, SIZE)", "    index = (begin + lane).to(tl.int32)", "    inside = begin + lane < end"]
+    lines += _BLOCKS if of_blocks else _STRETCH
     for i, e in enumerate(elements):
-        lines.append(f"    p{i} = tl.load(pointers + tensor * {len(elements)} + {i}).to(tl.pointer_type({TYPES[e.dtype]}))")
+        lines.append(f"    p{i} = tl.load(pointers + tensor * columns + {i}).to(tl.pointer_type({TYPES[e.dtype]}))")
         if not e.of_block:
             lines += ["    if ALIGNED:", f"        p{i} = tl.multiple_of(p{i}, 16)"]
     lines += [f"    {v.name} = tl.load(numbers + {place} * tensors + tensor)" for place, v in program.numbers.items()]
-    for head, mask in (("    if begin + SIZE <= end:", False), ("    else:", True)):
+    full = ["    if full:", *(["        place = tl.multiple_of(begin, SIZE) + row * SIZE + lane"] if of_blocks else [])]
+    for head, mask in ((full, False), (["    else:"], True)):
         body = _body(program, elements, writes, reductions, mask)
-        lines += [head, *("        " + line for line in body)]
+        lines += [*head, *("        " + line for line in body)]
     return "\n".join(lines) + "\n"
 
 
@@ -147,20 +162,20 @@ def _body(
     needed |= {v.name for v in program.results}
     for i, e in enumerate(elements):
         if f"x{i}" in needed:
-            place = "block" if e.of_block else "begin + lane"
-            lines.append(f"x{i} = tl.load(p{i} + {place}{', mask=inside, other=0' if masked and not e.of_block else ''})")
+            place, there = ("block", "there") if e.of_block else ("place", "inside")
+            lines.append(f"x{i} = tl.load(p{i} + {place}{f', mask={there}, other=0' if masked else ''})")
     lines += [f"{s.result.name} = {expression(s)}" for s in program.statements]
     for i, v in zip(writes, program.results, strict=False):
         if elements[i].of_block:
-            one = f"tl.max({v.name} + tl.zeros_like(lane), axis=0).to({TYPES[elements[i].dtype]})"
-            lines.append(f"tl.store(p{i} + block, {one})")
+            one = f"tl.max({v.name} + tl.zeros_like(index), axis=1, keep_dims=True).to({TYPES[elements[i].dtype]})"
+            lines.append(f"tl.store(p{i} + block, {one}{', mask=there' if masked else ''})")
         else:
-            lines.append(f"tl.store(p{i} + begin + lane, {v.name}{', mask=inside' if masked else ''})")
+            lines.append(f"tl.store(p{i} + place, {v.name}{', mask=inside' if masked else ''})")
     for i, (kind, v) in enumerate(zip(reductions, program.results[len(writes) :], strict=True)):
         amount = _argument(v, torch.int32 if kind == "max" else torch.int64)
         amount = f"tl.where(inside, {amount}, 0)" if masked else amount
         over, atomic = ("max", "max") if kind == "max" else ("sum", "add")
-        lines.append(f"tl.atomic_{atomic}(reduced + {i} * tensors + tensor, tl.{over}({amount}, axis=0).to(tl.int64))")
+        lines.append(f"tl.atomic_{atomic}(reduced + {i} * tensors + tensor, tl.{over}({amount}).to(tl.int64))")
     return lines
 
 

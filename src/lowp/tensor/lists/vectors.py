@@ -156,7 +156,7 @@ INLINE i16 float_to_half(f32 x) {
 INLINE f32 bfloat_to_float(i16 h) { return (f32)(converted<i32>(h) << 16); }
 INLINE i16 float_to_bfloat(f32 x) {
     i32 b = (i32)x, r = (b + 0x7FFF + (b >> 16 & 1)) >> 16;
-    r = (b & 0x7FFFFFFF) > 0x7F800000 ? (b >> 16 | 0x40) : r;
+    r = x != x ? (b >> 16 | 0x40) : r;
     return converted<i16>(r);
 }
 #define LOOK_UP(V) template <class T> INLINE V look_up_##V(const T* table, i32 index) { \
