@@ -21,11 +21,12 @@ import torch
 from lowp.tensor.pointwise import lowered, pointwise
 
 _told = False
+_pairs = False  # may two numbers be rounded at once (pairs.py)?
 
 
 def tell_inductor() -> None:
     """Called while a graph is traced. If inductor is to compile it, its modules are there."""
-    global _told
+    global _told, _pairs
     if _told or "torch._inductor.lowering" not in sys.modules:
         return
     _told = True
@@ -35,8 +36,26 @@ def tell_inductor() -> None:
 
         register_lowering(torch.ops.lowp.round.default, type_promotion_kind=None)(_lowered)
         partitioners.pointwise_ops().append(torch.ops.lowp.round)  # to its cached result
+        _let_numbers_be_alone()
+        _pairs = True
     except (ImportError, AttributeError, TypeError):
         return
+
+
+def _let_numbers_be_alone() -> None:
+    """Triton refuses assembly for two numbers in a block of one, which a reduction can end in. There it is used for one number:
+    the other half is not looked at. Newer versions of torch than 2.11 take care of it."""
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torch._inductor.runtime import triton_helpers
+
+    if hasattr(triton_helpers, "inline_asm_pack"):
+        return
+    written = TritonOverrides.inline_asm_elementwise
+
+    def inline_asm_elementwise(*inputs: Any, pack: Any = 1, **how: Any) -> str:
+        return written(*inputs, pack=pack if pack == 1 else f"{pack} if {inputs[0]}.numel > 1 else 1", **how)
+
+    TritonOverrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
 
 
 def _lowered(x: Any, format: str, rounding: str, version: str = "") -> Any:
@@ -54,7 +73,7 @@ def _lowered(x: Any, format: str, rounding: str, version: str = "") -> Any:
 
 def _fused(x: Any, format: str, rounding: str) -> Any:
     operation = pointwise(format, rounding, x.get_dtype())
-    return None if operation is None or operation.tables else lowered(x, operation)
+    return None if operation is None or operation.tables else lowered(x, operation, _pairs)
 
 
 def _called(x: Any, format: str, rounding: str) -> Any:
