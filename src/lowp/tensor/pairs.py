@@ -1,9 +1,9 @@
 """Rounding two bfloat16 numbers at once, as NVIDIA's assembly (from compute capability 8.0 on).
 
 `grid.nearest_in_floats` takes nine instructions for a number. One of them, the conversion of a single float32 to bfloat16, has
-an eighth of the speed of others. Elementwise kernels on bfloat16 move four bytes a number, and with two roundings they are bound
-by instructions. In bfloat16 itself an instruction serves two numbers: seven or eight instructions round both, and a conversion
-of two numbers is a fast one.
+an eighth of the speed of others. Elementwise kernels on bfloat16 move four bytes a number, and two roundings make them wait
+for instructions instead of memory. In bfloat16 itself an instruction serves two numbers: seven or eight instructions round
+both, and a conversion of two numbers is a fast one.
 
 1. The binade of x, at least the lowest of the format: 2^e.
 2. x + c - c with c = 1.5 * 2^(7 - m) * 2^e, as in `nearest_in_floats`. All products are exact.
