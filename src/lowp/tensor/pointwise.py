@@ -5,7 +5,7 @@ inductor keeps what is read more than once and took many operations to compute, 
 which then pass through memory half rounded. As one operation it is fused with its neighbours as a whole, or not.
 
 The operations themselves are traced (lists/trace.py) and handed to inductor, on NVIDIA's chips as assembly (ptx.py) where they
-are those of `nearest_in_floats`, else one by one.
+are those of `nearest_in_floats`, else one by one. bfloat16 numbers are rounded two at once where that can be (pairs.py).
 """
 
 import dataclasses
