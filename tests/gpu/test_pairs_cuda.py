@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import lowp
-from lowp.tensor.node import quantize_as_node
+import lowp.tensor.node  # has the operator
+from lowp.tensor.inductor import tell_inductor
 
 # torch's compilers warn about themselves.
 pytestmark = [
@@ -18,8 +19,16 @@ pytestmark = [
 FORMATS = ["e4m3fn", "e5m2", "e3m4", "e2m1fn", "e3m2fn", "e6m1"]
 
 
+@pytest.fixture(autouse=True)
+def _inductor():
+    import torch._inductor.lowering  # what it takes for inductor to be told
+
+    tell_inductor()
+    torch._dynamo.reset()
+
+
 def rounded(x: torch.Tensor, format: str) -> torch.Tensor:
-    return quantize_as_node(x, lowp.format(format), "nearest", None)
+    return torch.ops.lowp.round(x, format, "nearest")
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -32,7 +41,6 @@ def every_number() -> torch.Tensor:
     return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-@torch.compile(fullgraph=True)
 def all_of(x):
     """Of a tensor; of a product, which 16 bits must round first; into a product."""
     results = []
@@ -43,7 +51,7 @@ def all_of(x):
 
 def test_every_number():
     x = every_number()
-    found = iter(all_of(x.cuda()))
+    found = iter(torch.compile(all_of, fullgraph=True)(x.cuda()))
     for format in FORMATS:
         assert same(next(found), lowp.quantize(x, format)), format
         assert same(next(found), lowp.quantize(x * 0.75, format)), format
@@ -52,7 +60,6 @@ def test_every_number():
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (2, 3, 5, 4)])
 def test_few_numbers(shape):
-    torch._dynamo.reset()
     x = torch.linspace(-500, 500, max(1, torch.Size(shape).numel()), dtype=torch.bfloat16).view(shape)
     found = torch.compile(lambda x: rounded(x * 1.5, "e4m3fn"), fullgraph=True)(x.cuda())
     assert same(found, lowp.quantize(x * 1.5, "e4m3fn"))
@@ -61,7 +68,6 @@ def test_few_numbers(shape):
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1 << 16), (3, 1 << 14), (4096, 8), (1 << 16, 33), (1, 1)])
 def test_sums(rows, columns):
     """Sums end in blocks of one number. They are of small integers, so exact."""
-    torch._dynamo.reset()
     x = torch.randint(-3, 4, (rows, columns), generator=torch.Generator().manual_seed(0)).to(torch.float32)
 
     def sums(x):
