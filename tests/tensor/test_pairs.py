@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lowp
+from lowp.tensor import inductor
 from lowp.tensor.pairs import pair_assembly, pair_instructions
 from lowp.tensor.pointwise import pointwise
 
@@ -73,3 +74,17 @@ def test_assembly_is_one_line_of_known_instructions():
     assert text.count("{") == text.count("}") == 1
     words = {line.split()[0] for line in text.strip("{} ").split("; ")}
     assert words <= {".reg", "mov.b32", "and.b32", "or.b32", "max.NaN.bf16x2", "min.NaN.bf16x2", "fma.rn.bf16x2", ";"}
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning")
+def test_blocks_of_one_number_in_torch_2_11(monkeypatch):
+    """Triton refuses two numbers at once in a block of one. Where torch does not see to it, `pack` depends on the block."""
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torch._inductor.runtime import triton_helpers
+
+    monkeypatch.delattr(triton_helpers, "inline_asm_pack", raising=False)
+    monkeypatch.setattr(TritonOverrides, "inline_asm_elementwise", staticmethod(lambda *inputs, pack, asm: (inputs, asm, pack)))
+    inductor._let_numbers_be_alone()
+    written = TritonOverrides.inline_asm_elementwise
+    assert written("tmp3", asm="text", pack=2) == (("tmp3",), "text", "2 if tmp3.numel > 1 else 1")
+    assert written("tmp3", asm="text") == (("tmp3",), "text", 1)
