@@ -253,6 +253,22 @@ def inductor() -> Any:
     )
 
 
+def let_one_number_be_packed() -> None:
+    """Triton refuses assembly for two numbers in a block of one, which a reduction can end in. There it is used for one number:
+    the other half is not looked at. Newer versions of torch than 2.11 take care of it."""
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torch._inductor.runtime import triton_helpers
+
+    if hasattr(triton_helpers, "inline_asm_pack"):
+        return
+    written = TritonOverrides.inline_asm_elementwise
+
+    def inline_asm_elementwise(*inputs: Any, pack: Any = 1, **how: Any) -> str:
+        return written(*inputs, pack=pack if pack == 1 else f"{pack} if {inputs[0]}.numel > 1 else 1", **how)
+
+    TritonOverrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
+
+
 # Distributed.
 def timeout_of(group: Any, device: torch.device) -> timedelta:
     """Of a process group. Needed there: for a group of lowp's own with the same timeout."""

@@ -181,6 +181,17 @@ def test_the_parameters_name_is_told(dtype):
         optimizer.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_finite_gradients_whose_sum_is_not_pass(dtype):
+    p = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = SGD([("weight", p)], lr=1e-38, update="nearest")
+    p.grad = torch.full_like(p, torch.finfo(dtype).max)
+    optimizer.step()
+    p.grad = torch.tensor([math.inf, -math.inf, 0, 0], dtype=dtype)
+    with pytest.raises(lowp.NonFiniteGradient, match="'weight' is not finite"):
+        optimizer.step()
+
+
 def test_an_overflow_of_the_unscaled_gradient_is_not_finite():
     """2^15 / 2^-120 leaves float32: the gradient that the optimizer would use is infinite."""
     p = half()

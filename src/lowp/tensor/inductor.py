@@ -21,11 +21,12 @@ from lowp import compat
 from lowp.tensor.pointwise import lowered, pointwise
 
 _told = False
+_pairs = False  # may two numbers be rounded at once (pairs.py)?
 
 
 def tell_inductor() -> None:
     """Called while a graph is traced. If inductor is to compile it, its modules are there."""
-    global _told
+    global _told, _pairs
     if _told or not compat.inductor_is_used():
         return
     _told = True
@@ -33,6 +34,8 @@ def tell_inductor() -> None:
         register = compat.inductor().register_lowering
         register(torch.ops.lowp.round.default, type_promotion_kind=None)(_lowered)
         compat.inductor().cheap_operations().append(torch.ops.lowp.round)  # to its cached result
+        compat.let_one_number_be_packed()
+        _pairs = True
     except (ImportError, AttributeError, TypeError):
         return
 
@@ -51,7 +54,7 @@ def _lowered(x: Any, format: str, rounding: str, version: str = "", saturate: bo
 
 def _fused(x: Any, format: str, rounding: str, saturate: bool) -> Any:
     operation = pointwise(format, rounding, x.get_dtype(), saturate)
-    return None if operation is None or operation.tables else lowered(x, operation)
+    return None if operation is None or operation.tables else lowered(x, operation, _pairs)
 
 
 def _called(x: Any, format: str, rounding: str, saturate: bool) -> Any:

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowp import compat
 from lowp.formats import format as parse_format
 from lowp.tensor.core import (
     Decode,
@@ -49,8 +49,8 @@ from lowp.tensor.noise import KEY_SIZE, Noise, blocks, in_one_block, key_numbers
 _CPU = torch.device("cpu")
 _Key = ctypes.c_int32 * KEY_SIZE
 # Found once: each dot is a look-up of 20 nanoseconds.
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_modes = torch._C._len_torch_dispatch_stack
+_is_wrapped = compat.is_functorch_wrapped_tensor
+_modes = compat.dispatch_mode_count
 _is_compiling = torch.compiler.is_compiling
 _threads = torch.get_num_threads
 
@@ -233,7 +233,7 @@ def get_or_build(what: Any, device: torch.device, count: int, build: Callable[[A
             began = time.perf_counter()
             try:
                 # torch's own warnings, on importing its compiler, are no business of the user's; nor is building his programs'.
-                with warnings.catch_warnings(), _disable_current_modes():
+                with warnings.catch_warnings(), compat.without_dispatch_modes():
                     warnings.simplefilter("ignore")
                     _state.kernels[identity] = build(what, device)
                 _state.build_seconds.append(time.perf_counter() - began)

@@ -5,7 +5,7 @@ inductor keeps what is read more than once and took many operations to compute, 
 which then pass through memory half rounded. As one operation it is fused with its neighbours as a whole, or not.
 
 The operations themselves are traced (lists/trace.py) and handed to inductor, on NVIDIA's chips as assembly (ptx.py) where they
-are those of `nearest_in_floats`, else one by one.
+are those of `nearest_in_floats`, else one by one. bfloat16 numbers are rounded two at once where that can be (pairs.py).
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from lowp.tensor.carrier import CARRIERS, grid_fits
 from lowp.tensor.core import Quantize, quantize_operation
 from lowp.tensor.grid import nearest_in_floats
 from lowp.tensor.lists.trace import COMPARE, Element, Program, Statement, Value, fused, trace
+from lowp.tensor.pairs import pair_assembly, pair_instructions
 from lowp.tensor.ptx import assembly
 
 
@@ -35,20 +36,45 @@ def pointwise(format: str, rounding: str, dtype: torch.dtype, saturate: bool = F
     return quantize_operation(fmt, dtype, rounding, saturate, dtype)
 
 
-def lowered(x: Any, operation: Quantize) -> Any:
-    """Inductor's picture of the rounded tensor, from that of the tensor; for operations without tables."""
+def lowered(x: Any, operation: Quantize, pairs: bool = False) -> Any:
+    """Inductor's picture of the rounded tensor, from that of the tensor; for operations without tables. `pairs`: numbers of 16
+    bits may be rounded two at once."""
     ir = compat.inductor().ir
     if type(x.data) is ir.View:  # Rounded in the shape that it was computed in: places there are simpler to compute.
-        inside = lowered(ir.TensorBox(x.data.data), operation)
+        inside = lowered(ir.TensorBox(x.data.data), operation, pairs)
         return ir.TensorBox(dataclasses.replace(x.data, data=inside.data))
     load = x.make_loader()
-    in_assembly = operation.float_grid is not None and x.get_device().type == "cuda" and torch.version.hip is None
-    rounded = _by_assembly(operation) if in_assembly else _one_by_one(operation)
+    on_nvidia = x.get_device().type == "cuda" and torch.version.hip is None
+    pairs = pairs and on_nvidia and pair_instructions(operation) is not None
+    if pairs and torch.cuda.get_device_capability(x.get_device()) >= (8, 0):
+        rounded = _in_pairs(operation)
+    else:
+        rounded = _by_assembly(operation) if on_nvidia and operation.float_grid is not None else _one_by_one(operation)
 
     def at(index: Any) -> Any:
         return rounded(load(index))
 
     return ir.Pointwise.create(device=x.get_device(), dtype=operation.dtype, inner_fn=at, ranges=list(x.get_size()))
+
+
+def _in_pairs(operation: Quantize) -> Callable[[Any], Any]:
+    """Two bfloat16 numbers at once (pairs.py). Of their bits: inductor computes in float32 and would not round first."""
+    ops = compat.inductor().ops
+    dtype, storage, text = operation.dtype, operation.own.storage, _pair_assembly(operation)
+
+    def rounded(number: Any) -> Any:
+        bits = ops.to_dtype_bitcast(number, storage, dtype)
+        result = ops.inline_asm_elementwise(bits, asm=text, constraints="=r,r", dtype=storage, pack=2)
+        return ops.to_dtype_bitcast(result, dtype, storage)
+
+    return rounded
+
+
+@lru_cache(maxsize=4096)
+def _pair_assembly(operation: Quantize) -> str:
+    instructions = pair_instructions(operation)
+    assert instructions is not None
+    return pair_assembly(instructions)
 
 
 def _by_assembly(operation: Quantize) -> Callable[[Any], Any]:

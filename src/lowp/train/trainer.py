@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp import compat
 from lowp.optim.loss_scale import LossScale
+from lowp.train.buffers import BufferCopies
 from lowp.train.check import check_model
 from lowp.train.data import open_data
 from lowp.train.data.base import Request
@@ -70,8 +70,7 @@ class Trainer:
         self._cross_entropy = CrossEntropy(recipe.model.name, recipe.data.name, self.data.classes)
         self._forward = torch.compile(self.model) if recipe.model.compile else self.model
         self._filter = load_plugin(recipe.data.filter, "data.filter") if recipe.data.filter else None
-        self._buffers = list(self.model.buffers())
-        self._buffers_before = [buffer.clone() for buffer in self._buffers]
+        self._buffers_before = BufferCopies(self.model)
         # Sums of each rank since the last `take_metrics`. Scalars, not one tensor: an audit for 16 bits lets scalars pass.
         self._losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.exchange.ranks]
         self._correct = [torch.zeros((), dtype=torch.int64, device=device) for _ in self.exchange.ranks]
@@ -213,19 +212,25 @@ class Trainer:
         dtype = self.numerics.autocast
         return nullcontext() if dtype is None else torch.autocast(self.world.device.type, dtype)
 
+    def _weights_cast_once(self) -> AbstractContextManager[Any]:
+        """Around the passes of one step: autocast keeps the weights that it has cast until the outermost context ends, so that
+        all micro-batches and virtual ranks share them. It is switched off here, as backward passes are taken without it."""
+        return nullcontext() if self.numerics.autocast is None else torch.autocast(self.world.device.type, enabled=False)
+
     def _laid_out(self, inputs: Tensor) -> Tensor:
         return inputs.contiguous(memory_format=torch.channels_last) if self.recipe.model.channels_last else inputs
 
     def train_step(self) -> None:
         """One step. Raises NonFiniteGradient or LossScaleExhausted, on all ranks, before anything is changed."""
-        self.model.train()
+        if not self.model.training:  # after a test; to tell every module takes as long as some of them compute
+            self.model.train()
         factor = self.factor(self.step)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
-        if self._buffers:
-            compat.foreach_copy_(self._buffers_before, self._buffers)
+        self._buffers_before.save()
         try:
-            self.exchange.reduce(self._gradients)
+            with self._weights_cast_once():
+                self.exchange.reduce(self._gradients)
             if self.loss_scale is None:
                 self.numerics.check_gradients(self.optimizer, self.parameters, divided=self.placement is not None)
                 self.optimizer.step()
@@ -243,8 +248,7 @@ class Trainer:
     def _undo(self) -> None:
         """Back to before the step, whose gradients were not finite. (The optimizer has changed nothing.)"""
         self.exchange.undo()
-        if self._buffers:
-            compat.foreach_copy_(self._buffers, self._buffers_before)
+        self._buffers_before.restore()
         self._batches = None
         self._forget_sums()
 

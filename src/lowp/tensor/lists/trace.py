@@ -107,7 +107,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Otherwise torch imports Dynamo at the first operation, to tell it to stay away (seen in 2.11 and 2.13)."""
+        """Otherwise torch imports Dynamo at the first operation, to tell it to stay away (seen in 2.13)."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

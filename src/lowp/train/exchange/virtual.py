@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp import compat
+from lowp.train.buffers import BufferCopies
 from lowp.train.exchange.base import Gradients
 from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
@@ -31,14 +31,14 @@ class VirtualRanks:
         size: int,
     ) -> None:
         self.ranks = range(size)
-        self._model = model
         self._parameters = parameters
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._exchange = VirtualExchange(size, shapes, settings, buckets=buckets, names=all_names(model))
         self._sent = self._of_fp32 = 0.0
+        self._buffers = BufferCopies(model), BufferCopies(model)
 
     def reduce(self, gradients: Gradients) -> None:
-        source = _RankGradients(self._model, self._parameters, gradients, keep=self._exchange.asks_twice and self._fits)
+        source = _RankGradients(self._buffers, self._parameters, gradients, keep=self._exchange.asks_twice and self._fits)
         sent, of_fp32 = self._exchange.bytes_sent(0, next(iter(self._parameters.values())).device)
         self._before = self._exchange.state.snapshot()
         self._residuals = [{n: r.clone() for n, r in residuals.items()} for residuals in self._exchange.residuals]
@@ -82,13 +82,19 @@ class VirtualRanks:
 
 
 class _RankGradients:
-    """Each rank's gradients in one step, kept or computed again."""
+    """Each rank's gradients in one step, kept or computed again. `buffers` is room for those before and after rank 0's pass."""
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], gradients: Gradients, keep: bool) -> None:
+    def __init__(
+        self,
+        buffers: tuple[BufferCopies, BufferCopies],
+        parameters: Mapping[str, nn.Parameter],
+        gradients: Gradients,
+        keep: bool,
+    ) -> None:
         self._parameters, self._gradients, self._keep = parameters, gradients, keep
-        self._buffers = list(model.buffers())
-        self._before = [buffer.clone() for buffer in self._buffers]
-        self._after: list[Tensor] = self._before
+        self._before, self._after = buffers
+        self._before.save()
+        self._after.save()
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._last = -1
 
@@ -100,19 +106,13 @@ class _RankGradients:
         return self._kept[rank]
 
     def _compute(self, rank: int) -> dict[str, Tensor]:
-        for parameter in self._parameters.values():
-            parameter.grad = None
         if self._last >= 0:
-            self._set(self._before)
+            self._before.restore()
         self._gradients(rank, lambda: None)
         if rank == 0 and self._last < 0:
-            self._after = [buffer.clone() for buffer in self._buffers]
+            self._after.save()
         self._last = rank
         return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self._parameters.items()}
 
-    def _set(self, values: list[Tensor]) -> None:
-        if values:
-            compat.foreach_copy_(self._buffers, values)
-
     def finish(self) -> None:
-        self._set(self._after)
+        self._after.restore()

@@ -1,0 +1,115 @@
+"""What the micro-batches and the virtual ranks of one step share: cast weights and the model's buffers."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowp.train.reading import read_recipe
+from lowp.train.trainer import Trainer
+from lowp.train.world import World
+
+CPU = torch.device("cpu")
+SMALL = ["epochs=1", "batch=16", "data.limit=64", "device=cpu", "threads=1", "optimizer.lr=0.05"]
+
+
+class Counting(nn.Module):
+    """Its buffers: one of batch norm's kind, changed in place, and one to which each pass assigns a new tensor."""
+
+    def __init__(self, shape, classes) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 8), nn.BatchNorm1d(8), nn.Linear(8, classes))
+        self.register_buffer("passes", torch.zeros(2))
+
+    def forward(self, x):
+        self.passes = self.passes + self.training
+        return self.layers(x)
+
+
+def counting(shape, classes):
+    return Counting(shape, classes)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the copies of some tensors in another dtype."""
+
+    def __init__(self, tensors) -> None:
+        super().__init__()
+        self.watched = {t.data_ptr() for t in tensors}
+        self.found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.watched:
+            self.found += result.dtype != args[0].dtype
+        return result
+
+
+def trainer_of(*changes: str) -> Trainer:
+    return Trainer(read_recipe("fp32", [*SMALL, "model.name=train.test_virtual_step:counting", *changes]), World(0, 1, CPU))
+
+
+AUTOCAST = "precision.activations=bf16"
+
+
+@pytest.mark.parametrize(
+    "passes", [["accumulate=4"], ["virtual_ranks=4"], ["virtual_ranks=2", "accumulate=2", "wire.format=e5m2"]]
+)
+def test_autocast_casts_a_weight_once_a_step(passes):
+    trainer = trainer_of(AUTOCAST, *passes)
+    weights = [p for p in trainer.parameters.values() if p.dim() == 2]
+    for _ in range(2):  # and again in the next step, whose weights are others
+        with Casts(weights) as casts:
+            trainer.train_step()
+        assert casts.found == len(weights)
+
+
+def test_shared_casts_change_no_bit(monkeypatch):
+    """As with casts of its own for every micro-batch."""
+    shared, own = (trainer_of(AUTOCAST, "virtual_ranks=4", "wire.format=e5m2") for _ in range(2))
+    backward = own._backward
+
+    def with_casts_of_its_own(*arguments):
+        torch.clear_autocast_cache()
+        return backward(*arguments)
+
+    monkeypatch.setattr(own, "_backward", with_casts_of_its_own)
+    for _ in range(3):
+        shared.train_step()
+        own.train_step()
+    for a, b in zip(shared.parameters.values(), own.parameters.values(), strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    "passes", [["virtual_ranks=1"], ["virtual_ranks=4"], ["virtual_ranks=4", "wire.format=e5m2", "wire.scale=aps"]]
+)
+def test_virtual_ranks_leave_the_buffers_of_rank_0(passes):
+    """Also those that the model assigns: after three steps rank 0 has seen three passes, however many ranks there are."""
+    trainer = trainer_of(*passes)
+    for _ in range(3):
+        trainer.train_step()
+    assert trainer.model.passes.tolist() == [3.0, 3.0]
+    assert trainer.model.layers[2].num_batches_tracked == 3
+
+
+def test_a_step_that_is_not_taken_leaves_assigned_buffers():
+    trainer = trainer_of("virtual_ranks=2")
+    trainer.train_step()
+    kept = trainer.model.layers[2].running_mean.clone()
+    trainer.model.layers[3].weight.register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(ArithmeticError):
+        trainer.train_step()
+    assert trainer.model.passes.tolist() == [1.0, 1.0]
+    assert torch.equal(trainer.model.layers[2].running_mean, kept)
+
+
+def test_a_model_trains_again_after_a_test():
+    trainer = trainer_of()
+    trainer.train_step()
+    trainer.test()
+    assert not trainer.model.training
+    trainer.train_step()
+    assert trainer.model.passes.tolist() == [2.0, 2.0]
