@@ -90,7 +90,7 @@ def report(rows: Rows, failures: dict[str, str], options: argparse.Namespace) ->
     for part, ranks, what in dict.fromkeys((row["part"], row["ranks"], row.get("model", "")) for row in rows):
         own = [row for row in rows if (row["part"], row["ranks"], row.get("model", "")) == (part, ranks, what)]
         lines += ["", f"## {TITLES[part].format(ranks=ranks, model=_title(own[0]))}", "", *LINES[part](own)]
-    lines += ["", *(f"- FAILED: {name}: {reason}" for name, reason in failures.items())]
+    lines += ["", *(f"- FAILED: {name}: {' / '.join(reason.splitlines()[-3:])}" for name, reason in failures.items())]
     return lines, write(
         options.out, "wire-smoke" if options.smoke else "wire", facts, {"rows": rows, "failed": failures}, lines
     )
