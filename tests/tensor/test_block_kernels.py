@@ -26,11 +26,11 @@ def by_program(program: BlockProgram, x: torch.Tensor) -> tuple[torch.Tensor, ..
     marked = program.poisoned_code(scale, poisoned)
     value = program.value(code, program.unit(marked, *whole), x.dtype)
     if block_steps.suits(program.fmt):
-        scales = program.scale_value(scale), *whole, x.dtype
+        scales = program.scale_value(scale), whole, x.dtype
         steps, multiples = block_steps.steps(program.fmt, *scales), block_steps.multiples(program.fmt, *scales)
         same(block_steps.rounded(program, x, steps, multiples), rounded)
         same(block_steps.code(program, x, steps).to(torch.int32), code)
-        multiples = block_steps.foreign_multiples(program.fmt, program.scale_value(marked), *whole, x.dtype)
+        multiples = block_steps.foreign_multiples(program.fmt, program.scale_value(marked), whole, x.dtype)
         same(block_steps.value(program, code.to(multiples[0].dtype), multiples, x.dtype), value)
     return torch.where(poisoned, torch.full_like(x, math.nan), rounded), code, marked, value
 
@@ -68,6 +68,7 @@ def built():
 CASES = (  # packed or not: a kernel takes a second to build
     ("mxfp8_e4m3", torch.float32, False, "raise", False),
     ("mxfp6_e3m2", torch.bfloat16, True, "zero", True),
+    ("mxfp4", torch.bfloat16, False, "raise", True),
     ("nvfp4", torch.float32, False, "raise", True),
     ("block(int8, 16, e5m2, fp32)", torch.float16, False, "saturate", False),
 )

@@ -50,7 +50,9 @@ class BlockOperation:
             return trace(call, [Element(dtype) for dtype in dtypes], 0, 0, [], device)
 
         whole = [torch.float32] * self.program.fmt.tensor_scale
-        by_steps = device.type == "cpu" and block_steps.suits(self.program.fmt)
+        # float32 numbers in units that are powers of two take fewer operations as floats, unless codes are made of them.
+        in_floats = self.program.fmt.power_of_two_scale and self.dtype == torch.float32 and self.kind != "encode"
+        by_steps = device.type == "cpu" and block_steps.suits(self.program.fmt) and not in_floats
         carry, element, value = (
             (self._steps, self._element_by_steps, self._value_by_steps)
             if by_steps
@@ -111,7 +113,7 @@ class BlockOperation:
     def _value_of(self, code: Tensor, unit: Tensor) -> list[Tensor]:
         return [self.program.value(code.to(torch.int32), unit, self.dtype).view(self.storage)]
 
-    def _steps(self, code: Tensor, whole: Tensor) -> list[Tensor]:
+    def _steps(self, code: Tensor, *whole: Tensor) -> list[Tensor]:
         fmt, scale = self.program.fmt, self.program.scale_value(code)
         if self.kind == "decode":
             return block_steps.foreign_multiples(fmt, scale, whole, self.dtype)
@@ -131,8 +133,9 @@ class BlockOperation:
     @property
     def lowest_whole(self) -> float | None:
         """On a CPU: the least scale of a tensor that the kernel is exact with; None: any."""
-        rounds_once = self.kind == "decode" and self.dtype == torch.float32
-        return block_steps.lowest_whole(self.program.fmt) if block_steps.suits(self.program.fmt) and not rounds_once else None
+        fmt, rounds_once = self.program.fmt, self.kind == "decode" and self.dtype == torch.float32
+        limited = fmt.tensor_scale and block_steps.suits(fmt) and not rounds_once
+        return block_steps.lowest_whole(fmt) if limited else None
 
 
 @lru_cache(maxsize=1024)

@@ -1,11 +1,11 @@
-"""Few elements in a block, as in nvfp4: a number is compared with every step between two of them, in its own stored integers.
+"""Few elements, as in mxfp4 and nvfp4: a number is compared with every step between two of them, in its own stored integers.
 
 A block computes its steps and the multiples of its unit once, in float32. An element then takes two operations for each step
 and no float: on a CPU half of what a quotient in float64 takes. (On a GPU every thread would compute steps for few elements.)
 
 **Exactness.** A midpoint between elements, or an element, times a scale is a float32 number c of few bits. c * whole, `whole`
-being the tensor's scale, is rounded to the float32 number next to it, and the error of that is computed exactly: `whole` is cut
-into two halves of 12 bits, whose products with c are float32 numbers, down to a `lowest_whole`.
+being the tensor's scale where there is one, is rounded to the float32 number next to it, and the error of that is computed
+exactly: `whole` is cut into two halves of 12 bits, whose products with c are float32 numbers, down to a `lowest_whole`.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,13 @@ _HALF = 12  # bits of float32's 24
 
 
 def suits(fmt: BlockFormat) -> bool:
-    """At most eight magnitudes, signs and no special value; a scale for the tensor, and products of few bits."""
+    """At most eight magnitudes, signs and no special value; products of few bits; scales that are powers of two, or a scale for
+    the tensor beside them."""
     element = fmt.element
     plain = isinstance(element, FloatFormat) and element.has_negative_zero and not element.has_inf and not element.has_nan
     few_bits = significant_bits(element) + 1 + significant_bits(fmt.scale) <= _HALF
-    return plain and element.bits <= 4 and fmt.tensor_scale and few_bits and not fmt.scale.has_inf
+    scaled = fmt.tensor_scale or fmt.power_of_two_scale
+    return plain and element.bits <= 4 and few_bits and scaled and not fmt.scale.has_inf
 
 
 def lowest_whole(fmt: BlockFormat) -> float:
@@ -42,15 +44,17 @@ def _magnitudes(fmt: BlockFormat) -> list[float]:
     return [value for value in fmt.element.values if value >= 0]
 
 
-def _product(number: float, scale: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-    """number * scale * whole, rounded to float32, and by how much the exact product exceeds that."""
+def _product(number: float, scale: Tensor, whole: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """number * scale * whole, rounded to float32, and by how much the exact product exceeds that (None: it is exact)."""
     exact = scale * number
-    near = exact * whole
-    high = (whole.view(torch.int32) >> _HALF << _HALF).view(torch.float32)
-    return near, (exact * high - near) + exact * (whole - high)
+    if not whole:
+        return exact, None
+    near = exact * whole[0]
+    high = (whole[0].view(torch.int32) >> _HALF << _HALF).view(torch.float32)
+    return near, (exact * high - near) + exact * (whole[0] - high)
 
 
-def steps(fmt: BlockFormat, scale: Tensor, whole: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def steps(fmt: BlockFormat, scale: Tensor, whole: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """float32 -> `dtype`'s integers: the bits that a magnitude must exceed to be rounded up to each element.
 
     The float32 number next to a midpoint is one bit too large where it exceeds the midpoint, or is the midpoint and that is
@@ -60,7 +64,9 @@ def steps(fmt: BlockFormat, scale: Tensor, whole: Tensor, dtype: torch.dtype) ->
     found, own = [], CARRIERS[dtype]
     for rank, (low, high) in enumerate(pairwise(_magnitudes(fmt)), 1):
         near, error = _product((low + high) / 2, scale, whole)
-        step = near.view(torch.int32) - (error <= 0 if rank % 2 == 0 else error < 0).to(torch.int32)
+        even = rank % 2 == 0
+        over = int(even) if error is None else (error <= 0 if even else error < 0).to(torch.int32)
+        step = near.view(torch.int32) - over
         if dtype == torch.bfloat16:
             step = step >> 16  # its upper half
         elif dtype == torch.float16:
@@ -70,7 +76,7 @@ def steps(fmt: BlockFormat, scale: Tensor, whole: Tensor, dtype: torch.dtype) ->
     return found
 
 
-def multiples(fmt: BlockFormat, scale: Tensor, whole: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def multiples(fmt: BlockFormat, scale: Tensor, whole: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """float32 -> `dtype`'s integers: each magnitude above zero times the unit.
 
     For 16 bits rounded to odd first: toward zero, and the last bit says that something was cut off. Rounding to nearest then
@@ -79,19 +85,20 @@ def multiples(fmt: BlockFormat, scale: Tensor, whole: Tensor, dtype: torch.dtype
     found, own = [], CARRIERS[dtype]
     for number in _magnitudes(fmt)[1:]:
         near, error = _product(number, scale, whole)
-        if dtype != torch.float32:
+        if dtype != torch.float32 and error is not None:
             over = (error < 0).to(torch.int32)
             inexact = over | (error > 0).to(torch.int32)  # not where the product is infinite, and its error NaN
-            near = (near.view(torch.int32) - over | inexact).view(torch.float32).to(dtype)
-        found.append(near.view(own.storage))
+            near = (near.view(torch.int32) - over | inexact).view(torch.float32)
+        found.append(near.to(dtype).view(own.storage))
     return found
 
 
-def foreign_multiples(fmt: BlockFormat, scale: Tensor, whole: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def foreign_multiples(fmt: BlockFormat, scale: Tensor, whole: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The same for any scale, that other programs wrote, and zero's multiple first: NaN has no sign, and zero may be NaN."""
     own = CARRIERS[dtype]
     size, negative = scale.abs(), scale.view(torch.int32) < 0
-    products = [(size * 0.0 * whole).to(dtype).view(own.storage), *multiples(fmt, size, whole, dtype)]
+    zero = _product(0.0, size, whole)[0]
+    products = [zero.to(dtype).view(own.storage), *multiples(fmt, size, whole, dtype)]
     found = []
     for bits in products:
         signed = torch.where(negative, bits ^ own.sign, bits)
