@@ -520,3 +520,20 @@ def test_states_that_were_replaced_are_used():
     assert same(runs[0][0], runs[1][0])
     assert same(runs[0][1], runs[1][1])
     assert runs[0][2] == runs[1][2] == 3
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have the parameter's dtype in this torch")
+def test_gradients_may_change_their_dtype():
+    runs = []
+    for wide in (False, True):
+        p = nn.Parameter(numbers(64, 1, torch.bfloat16))
+        optimizer = AdamW([p], lr=0.1)
+        for i in range(3):
+            gradient = numbers(64, 10 + i, torch.bfloat16)
+            p.grad = None
+            if wide and i == 1:
+                p.grad_dtype = torch.float32
+            p.grad = gradient.float() if wide and i else gradient
+            optimizer.step()
+        runs.append(p.data)
+    assert same(*runs)
