@@ -364,6 +364,29 @@ def _dtypes(operation: Operation) -> tuple[torch.dtype, torch.dtype]:
     return operation.own.storage, operation.storage if isinstance(operation, Encode) else operation.target.storage
 
 
-def fused(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`function(*tensors)`. TODO(issue 14): to be deleted with its last caller, wire/codec.py."""
-    return function(*tensors)
+@dataclass(frozen=True, eq=False)
+class Elementwise:
+    """A chain of operations on a few numbers: one launch on CUDA instead of one for each; on a CPU it is simply called.
+
+    `arguments` are the dtypes of flat tensors of one length, `result` is that of the result.
+    """
+
+    function: Callable[..., Tensor]
+    arguments: tuple[torch.dtype, ...]
+    result: torch.dtype
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        device = tensors[0].device
+        kernel = get_or_build(self, device, SMALL, _build_elementwise) if device.type == "cuda" else None
+        if kernel is None:
+            return self.function(*tensors)
+        out = torch.empty(tensors[0].shape, dtype=self.result, device=device)
+        kernel(tensors, out, None, None, ())
+        return out
+
+
+def _build_elementwise(what: Elementwise, device: torch.device) -> Any:
+    from lowp.tensor.lists import flat_triton
+
+    with torch.cuda.device(device):
+        return flat_triton.build(lambda *all: what.function(*all[:-3]), what.arguments, what.result, 0, 0, ())

@@ -100,7 +100,7 @@ class SharedScales:
     def factors(self) -> Tensor | None:
         """Of each layer, float32 on its device, so that nothing waits for it; None where all are 1."""
         if self.bounds is not None and len(self._now) == len(self._layers):
-            return scaling.power_of_two(scaling.aps_shifts(self.bounds, self._emax(range(len(self._layers)))))
+            return scaling.aps_factors(self.bounds, self._emax(range(len(self._layers))))
         bounds: dict[int, Tensor] = {}
         if self.bounds is not None:
             bounds = {i: self.bounds[position] for position, i in enumerate(self._now)}
@@ -109,7 +109,7 @@ class SharedScales:
         if not bounds:
             return None
         emax = self._emax(bounds, delayed)
-        powers = scaling.power_of_two(scaling.aps_shifts(torch.stack(list(bounds.values())), emax))
+        powers = scaling.aps_factors(torch.stack(list(bounds.values())), emax)
         places = constants(tuple(bounds), torch.int64, self._device)
         return torch.ones(len(self._layers), device=self._device).index_copy_(0, places, powers)
 

@@ -298,7 +298,7 @@ def _gather_from_owners(output: Tensor, source: Tensor, codec: Codec, group: Any
         job = ChunkJob(chunk, numbers, output, rules, link.for_chunk())
         gathered = job.rooms(Stage.ADDEND)
         rules.write(job.load(link.rank), mine, Stage.ADDEND, link.rank, gathered[link.rank])
-        yield job.link.exchange(dict.fromkeys(range(link.world), gathered[link.rank]), gathered.views())
+        yield job.link.share(gathered.rows, gathered.lengths)
         peaks = gathered.messages.peaks(gathered.buffer)
         gathered.messages.decode(gathered.buffer, numbers)
         rows[:, start:stop] = numbers.view(link.world, -1) * _poison(peaks)[:, None]

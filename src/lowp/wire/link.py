@@ -1,7 +1,7 @@
 """The way to the other ranks of a `torch.distributed` group."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,18 @@ class ChunkLink:
         incoming = {rank: message for rank, message in receives.items() if rank != self.rank and message.numel()}
         self._link.bytes_sent += sum(message.numel() for message in outgoing.values())
         return self._start_tagged(outgoing, incoming) if self._link.tagged else self._start_together(outgoing, incoming)
+
+    def share(self, messages: Tensor, lengths: Sequence[int]) -> list[Pending]:
+        """Send this rank's row of [ranks, bytes] to everybody, and receive theirs; of a row, the first `lengths` bytes count.
+
+        NCCL has a collective for it, which is half again as fast as messages from rank to rank.
+        """
+        rows = {rank: messages[rank, :length] for rank, length in enumerate(lengths)}
+        if self._link.tagged or self.world == 1:
+            return self.exchange(dict.fromkeys(rows, rows[self.rank]), rows)
+        self._link.bytes_sent += (self.world - 1) * lengths[self.rank]
+        work = dist.all_gather_into_tensor(messages.view(-1), messages[self.rank], group=self._link.group, async_op=True)
+        return [Pending(work, "gathering messages")]
 
     def _start_tagged(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> list[Pending]:
         pending = []

@@ -131,16 +131,18 @@ def _finite(magnitude: Tensor) -> Tensor:
     return torch.where(magnitude < F32.infinity, magnitude, torch.zeros_like(magnitude))
 
 
-def _maxima(numbers: Sequence[Tensor], wanted: tuple[bool, bool]) -> list[Tensor]:
-    """The largest magnitude of a tile, lane by lane, as bits; the largest finite one."""
-    found = []
-    for kind, wants in zip((lambda m: m, _finite), wanted, strict=True):
-        if wants:
-            most = kind(_magnitude(numbers[0]))
-            for more in numbers[1:]:
-                most = torch.maximum(most, kind(_magnitude(more)))
-            found.append(most)
-    return found
+def _magnitudes(numbers: Sequence[Tensor], wanted: tuple[bool, bool]) -> list[Tensor]:
+    """Of each vector, as bits: magnitudes; then finite ones, with zero for the others."""
+    kinds = [kind for kind, wants in zip((_magnitude, lambda x: _finite(_magnitude(x))), wanted, strict=True) if wants]
+    return [kind(number) for kind in kinds for number in numbers]
+
+
+def _largest(vectors: Sequence[Tensor]) -> Tensor:
+    """Lane by lane."""
+    most = vectors[0]
+    for more in vectors[1:]:
+        most = torch.maximum(most, more)
+    return most
 
 
 @lru_cache(maxsize=64)
@@ -149,7 +151,7 @@ def measure_function(dtype: torch.dtype, wanted: tuple[bool, bool]) -> PartsFunc
 
     def each(*arguments: Any) -> list[Tensor]:
         *numbers, _, _, _ = arguments
-        return _maxima([x.to(torch.float32) for x in numbers], wanted)
+        return _magnitudes([x.to(torch.float32) for x in numbers], wanted)
 
     vectors = range(_MEASURED // LANES)
     loads = tuple(Stream(dtype, NUMBERS, _MEASURED, LANES * v, LANES * v, unit=dtype.itemsize) for v in vectors)
@@ -241,7 +243,7 @@ def _blocks_of(shape: _TileShape, vectors: Sequence[Tensor]) -> list[tuple[Tenso
     found = []
     for first in range(0, len(vectors), step):
         mine = list(vectors[first : first + step])
-        most = _maxima(mine, (False, True))[0]
+        most = _largest(_magnitudes(mine, (False, True)))
         found.append((most.view(torch.float32).amax(-1, keepdim=True), mine))
     return found
 
@@ -252,7 +254,7 @@ def _scaled_blocks(codec: Codec, shape: _TileShape, x: list[Tensor]) -> tuple[li
     step = shape.block // LANES
     for first in range(0, len(x), step):
         mine = x[first : first + step]
-        most = _maxima(mine, (True, False))[0].view(torch.float32)
+        most = _largest(_magnitudes(mine, (True, False))).view(torch.float32)
         # NaN would be lost in a maximum of floats: what is not finite counts as infinity.
         most = torch.where(most.view(torch.int32) < F32.infinity, most, torch.full_like(most, float("inf")))
         byte = scaling.fitting_numbers(most.amax(-1, keepdim=True), codec.format)
@@ -290,10 +292,7 @@ def peaks_function(codec: Codec) -> PartsFunction | None:
 
     def each(*arguments: Any) -> list[Tensor]:
         *headers, _, _, _ = arguments
-        most = headers[0].to(torch.int32) & 0xFF
-        for more in headers[1:]:
-            most = torch.maximum(most, more.to(torch.int32) & 0xFF)
-        return [most]
+        return [header.to(torch.int32) & 0xFF for header in headers]
 
     return PartsFunction(each, _of_blocks(shape, HEADER), (), shape.tile, maxima=1)
 
@@ -344,7 +343,7 @@ def decode_function(
         found = [number * of_layer[0] for number in sums]
         if divides:
             found = [number / of_layer[1] for number in found]
-        return [*(number.to(dtype) for number in found), *_maxima(found, wanted)]
+        return [*(number.to(dtype) for number in found), *_magnitudes(found, wanted)]
 
     tables = () if value is None else value.tables
     return PartsFunction(each, tuple(loads), _numbers(shape, dtype), shape.tile, 0, 1 + divides, tables, sum(wanted), finish)

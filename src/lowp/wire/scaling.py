@@ -20,6 +20,7 @@ logarithm of zero, or scales by infinity, the exponents here end at +-126: that 
 import logging
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from lowp.tensor.carrier import F32, exponent_below
 from lowp.tensor.carrier import power_of_two as power_of_two
 from lowp.tensor.fitting import fitting_exponents
 from lowp.tensor.fitting import largest as largest
+from lowp.tensor.kernels import Elementwise
 from lowp.tensor.scale import Scale as Scale
 from lowp.tensor.scale import parse_scale
 
@@ -52,16 +54,34 @@ SCALES = (Scale("none"), Scale("aps"), Scale("aps_delayed"), Scale("local"), Sca
 
 def bound_bytes(maxima: Tensor, world: int) -> Tensor:
     """The byte of `E = ceil(log2(maximum * world))` for each layer's largest magnitude (NaN or infinite where it is)."""
-    maxima = maxima.abs()  # NaN may have a sign
-    bits = (maxima.to(torch.float64) * world).view(torch.int64)
-    bound = (bits >> 52) - 1023 + ((bits & ((1 << 52) - 1)) != 0).to(torch.int64)  # a power of two is its own bound
-    return _marked((bound + _BOUND_BIAS).clamp(1, 254), maxima).to(torch.uint8)
+    return _bounding(world)(maxima.to(torch.float32).contiguous()).view(torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def _bounding(world: int) -> Elementwise:
+    def bounds(maxima: Tensor) -> Tensor:
+        maxima = maxima.abs()  # NaN may have a sign
+        bits = (maxima.to(torch.float64) * world).view(torch.int64)
+        bound = (bits >> 52) - 1023 + ((bits & ((1 << 52) - 1)) != 0).to(torch.int64)  # a power of two is its own bound
+        return _marked((bound + _BOUND_BIAS).clamp(1, 254).to(torch.int32), maxima).to(torch.int8)
+
+    return Elementwise(bounds, (torch.float32,), torch.int8)
+
+
+def aps_factors(bounds: Tensor, emax: Tensor) -> Tensor:
+    """By what each layer is multiplied (float32): 2^`aps_shifts`."""
+    return _FACTORS(bounds.view(torch.int8), emax)
 
 
 def aps_shifts(bounds: Tensor, emax: Tensor, headroom: int = 0) -> Tensor:
     """The power of two for each layer, from the agreed bytes and the exponent of each layer's format's maximum."""
     shifts = (emax - (bounds.to(torch.int32) - _BOUND_BIAS) - headroom).clamp(-MAX_SHIFT, MAX_SHIFT)
     return torch.where((bounds == ZERO) | (bounds == NONFINITE), torch.zeros_like(shifts), shifts)
+
+
+_FACTORS = Elementwise(
+    lambda bounds, emax: power_of_two(aps_shifts(bounds.to(torch.int32) & 0xFF, emax)), (torch.int8, torch.int32), torch.float32
+)
 
 
 def emax_of(fmt: AnyFormat) -> int:

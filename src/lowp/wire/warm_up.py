@@ -5,7 +5,7 @@ statement of all that. So a step is rehearsed instead: each rank's work on a few
 zeros in place of the others'. Whatever that calls is built at its first call (`kernels.building`); kernels serve every size.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,6 +93,12 @@ class _Mute(GroupLink):
 
 
 class _MuteChunk(ChunkLink):
+    def share(self, messages: Tensor, lengths: Sequence[int]) -> list[Pending]:
+        for rank, message in enumerate(messages):
+            if rank != self.rank:
+                message.zero_()
+        return []
+
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
         for rank, message in receives.items():
             if rank != self.rank:

@@ -102,7 +102,8 @@ class _CppParts:
         # What is kept in memory (printer.constants) is known when everything has been printed.
         lines += [f"        const auto constant{place} = ::constant{place};" for place in self.printer.constants.values()]
         lines += [*self._numbers(), *self._pointers(), *body, *self._raise(), "    }", "}"]
-        return "\n".join([preamble(LANES), *self.printer.declarations(), *lines])
+        numbered = f"#define LANE_NUMBERS i32{{{', '.join(map(str, range(LANES)))}}}"
+        return "\n".join([preamble(LANES), numbered, *self.printer.declarations(), *lines])
 
     def _numbers(self) -> list[str]:
         programs = [self.each] if self.finish is None else [self.each, self.finish]
@@ -153,8 +154,7 @@ class _CppParts:
             if s.operation == "index":
                 first = self.what.loads[indices].first
                 indices += 1
-                numbered = ", ".join(map(str, range(LANES)))
-                text = f"splat<i32>((int32_t)(tile * {self.what.tile} + {first})) + i32{{{numbered}}}"
+                text = f"splat<i32>((int32_t)(tile * {self.what.tile} + {first})) + LANE_NUMBERS"
             else:
                 text = self.printer.expression(s)
             lines.append(f"const {TYPES[s.result.dtype]} {s.result.name} = {text};")
@@ -212,8 +212,13 @@ class _CppParts:
             else:
                 wanted = "tile == 0" if s.of == "part" else f"full || tile * {self.what.tile} + {s.first} < count"
                 lines.append(f"if ({wanted}) *({address}) = ({value})[0];")
-        for i, v in enumerate(results[len(self.what.stores) :]):
-            lines.append(f"most{i} = larger(most{i}, {self.printer.argument(v, torch.int32)});")
+        masks = self.what.masks(len(results))
+        for (i, s), v in zip(masks, results[len(self.what.stores) :], strict=True):
+            value = self.printer.argument(v, torch.int32)
+            left = f"splat<i32>((int32_t)(count - (tile * {self.what.tile} + {s.first})))"
+            lanes = "LANE_NUMBERS" if s.of == "lane" else "i32{}"
+            lines.append(f"if constexpr (full) most{i} = larger(most{i}, {value});")
+            lines.append(f"else most{i} = larger(most{i}, {lanes} < {left} ? {value} : i32{{}});")
         return lines
 
     def _simple(self) -> list[str]:

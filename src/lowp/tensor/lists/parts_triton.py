@@ -188,8 +188,13 @@ class _TritonParts:
             value = f"{v.name}.to({_STORED[s.dtype]})" if v.dtype != s.dtype else v.name
             mask = f", mask={self._mask(s)}" if masked else ""
             lines.append(f"tl.store(out{i}{self._place(s)}, {value}{mask})")
-        for i, v in enumerate(results[len(self.what.stores) :]):
-            lines.append(f"tl.atomic_max(maxima + {i} * parts + part, tl.max(tl.max({v.name}, axis=1), axis=0))")
+        found: dict[int, list[str]] = {}
+        for (i, s), v in zip(self.what.masks(len(results)), results[len(self.what.stores) :], strict=True):
+            found.setdefault(i, []).append(f"tl.where({self._mask(s)}, {v.name}, 0)" if masked else v.name)
+        for i, values in found.items():
+            lines.append(f"most = {values[0]}")
+            lines += [f"most = tl.maximum(most, {value})" for value in values[1:]]
+            lines.append(f"tl.atomic_max(maxima + {i} * parts + part, tl.max(tl.max(most, axis=1), axis=0))")
         return lines
 
     def _body(self, masked: bool) -> list[str]:

@@ -33,9 +33,14 @@ class Rooms:
     messages: Messages
     buffer: Tensor
     numbers: dict[int, int]  # of the shards: their places among the messages'
+    lengths: Sequence[int]
 
     def __getitem__(self, index: int) -> Tensor:
         return self.messages.view(self.buffer, self.numbers[index])
+
+    @property
+    def rows(self) -> Tensor:
+        return self.buffer.view(len(self.lengths), -1)
 
     def views(self) -> dict[int, Tensor]:
         return {index: self[index] for index in self.numbers}
@@ -198,10 +203,12 @@ class ChunkJob:
         return self.rooms(Stage.TOTAL)
 
     def rooms(self, stage: Stage) -> Rooms:
-        """Room for the messages of all shards."""
-        messages = self.messages(self._everything, stage)
-        buffer = torch.empty(messages.length, dtype=torch.uint8, device=self.device)
-        return Rooms(messages, buffer, {index: index for index in self._everything})
+        """Room for the messages of all shards, each at a multiple of the longest one's length."""
+        lengths = [self.rules.length(shard, stage) for shard in self.chunk.shards]
+        stride = max(lengths)
+        messages = self.messages(self._everything, stage, range(0, len(lengths) * stride, stride) if stride else None)
+        buffer = torch.empty(len(lengths) * stride, dtype=torch.uint8, device=self.device)
+        return Rooms(messages, buffer, {index: index for index in self._everything}, lengths)
 
     def finish(self, totals: Rooms) -> None:
         """Take the sum from the bytes that everybody gets."""

@@ -35,7 +35,7 @@ class OneShot(Reduction):
     def exchange(self, job: ChunkJob) -> Steps:
         me, ranks = job.link.rank, range(job.link.world)
         received = job.write_to_all()
-        yield job.link.exchange(dict.fromkeys(ranks, received[me]), {rank: received[rank] for rank in ranks})
+        yield job.link.share(received, [received.shape[1]] * len(ranks))
         # All lose the same: one of them keeps it.
         last = job if me == 0 else job.under(replace(job.rules, feedback=None))
         last.finish_sum(received, ranks)

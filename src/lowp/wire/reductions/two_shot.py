@@ -67,7 +67,7 @@ class TwoShot(Reduction):
         shard, totals = job.chunk.shards[me], job.totals()
         total = job.rules.fold_messages(received, shard, Stage.ADDEND, ranks)
         job.rules.write(total, shard, Stage.TOTAL, 0, totals[me])
-        yield job.link.exchange(dict.fromkeys(ranks, totals[me]), totals.views())
+        yield job.link.share(totals.rows, totals.lengths)
         job.finish(totals)
 
     def adder(self, shard: Shard, index: int | None, rules: Rules) -> Fold:
