@@ -18,7 +18,7 @@ from lowp.tensor import kernels
 from lowp.tensor.lists import cache, cpp
 from lowp.tensor.lists.cache import UnsafeCache, load_library
 from lowp.tensor.lists.function import ListFunction, Lists
-from lowp.tensor.lists.trace import Element
+from lowp.tensor.lists.tracing import Element
 
 NOBODY = 65534
 

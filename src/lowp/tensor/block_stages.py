@@ -16,7 +16,7 @@ from lowp.tensor import block_steps
 from lowp.tensor.block_programs import BlockProgram
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import code_storage
-from lowp.tensor.lists.trace import Element, Program, trace
+from lowp.tensor.lists.tracing import Element, Program, trace
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.lists.trace import Program, Value
+from lowp.tensor.lists.tracing import Program, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _CHUNK = 1 << 12  # elements, about

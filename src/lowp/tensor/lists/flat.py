@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.lists.trace import Element, Program, fused, in_words, trace
+from lowp.tensor.lists.tracing import Element, Program, fused, in_words, trace
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _CPU = torch.device("cpu")

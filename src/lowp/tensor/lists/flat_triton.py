@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import triton
-from lowp.tensor.lists.trace import Element, Program, fused, trace
+from lowp.tensor.lists.tracing import Element, Program, fused, trace
 
 IMPORTS = ("import triton", "import triton.language as tl", "from triton.language.extra.cuda import libdevice", "", "")
 TILE = 1024  # elements of a program

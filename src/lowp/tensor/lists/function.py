@@ -22,7 +22,7 @@ from torch import Tensor
 from lowp.compat import dispatch_mode_count
 from lowp.tensor import kernels
 from lowp.tensor.lists import cpp, triton
-from lowp.tensor.lists.trace import Element, trace
+from lowp.tensor.lists.tracing import Element, trace
 from lowp.tensor.memory import flat_memory
 from lowp.tensor.table import Table
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import triton
-from lowp.tensor.lists.trace import Program
+from lowp.tensor.lists.tracing import Program
 from lowp.tensor.packing import group, packed_size
 
 _TILE = 2048  # elements of a program
