@@ -374,7 +374,7 @@ def test_arithmetic_in_16_bits_is_refused_or_right(function, dtype):
 def fresh(tmp_path, monkeypatch):
     """No kernels yet, no warning yet, nothing on disk."""
     monkeypatch.setenv("LOWP_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernels, "_state", kernels._State(policy="always"))
+    monkeypatch.setattr(kernels, "_state", kernels._KernelState(policy="always"))
     return tmp_path
 
 

@@ -143,7 +143,7 @@ def _encode(operation: BlockOperation) -> list[str]:
         f"finite = tl.max(tl.where(magnitude < {own.infinity}, magnitude, 0), axis=1)",
     ]
     lines += ["tensor_scale = tensor_scale_of(tl.load(most))"] if whole else []
-    lines += [f"code, poisoned, unit, inverse = scale_of(finite, tl.max(magnitude, axis=1){whole})"]
+    lines += [f"code, poisoned, unit, inverse = block_scale_of(finite, tl.max(magnitude, axis=1){whole})"]
     lines += ["result = element_of(stored, unit[:, None], inverse[:, None])"]
     if operation.kind == "quantize":
         nan = f"tl.full([], {own.nan}, {triton.TYPES[operation.storage]})"
