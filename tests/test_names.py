@@ -127,8 +127,6 @@ def test_an_allowance_for_a_module_is_for_all_inside():
 
 
 SOURCE = Path(lowp.__file__).parent
-# Names that still have two meanings, in files that are being rewritten.
-NOT_YET = {"Bucket", "CppKernel", "State"}
 
 
 def test_a_class_name_is_defined_once():
@@ -138,7 +136,7 @@ def test_a_class_name_is_defined_once():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 homes[node.name.lstrip("_")].append(path.relative_to(SOURCE).as_posix())
-    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in NOT_YET} == {}
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize(
@@ -157,12 +155,11 @@ def test_what_was_saved_under_an_older_name_is_found(old, new):
 
 
 def test_no_module_is_called_like_one_of_pythons_own():
-    """`lists/trace.py` is being rewritten."""
-    own = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if path.stem in sys.stdlib_module_names}
-    assert own <= {"tensor/lists/trace.py"}
+    own = [path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if path.stem in sys.stdlib_module_names]
+    assert own == []
 
 
 def test_functions_that_were_called_alike_have_names_of_their_own():
     """`scale_of` was a wire scale, a simulated scale and a gradient's scale."""
     found = [path for path in SOURCE.rglob("*.py") if "def scale_of(" in path.read_text()]
-    assert [path.relative_to(SOURCE).as_posix() for path in found] in ([], ["wire/scaling.py"])
+    assert [path.relative_to(SOURCE).as_posix() for path in found] == ["wire/scaling.py"]

@@ -13,8 +13,6 @@ from lowp import compat
 
 SOURCE = Path(__file__).parents[1] / "src/lowp"
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
-# These are being rewritten: kernels of eager calls will do without inductor.
-NOT_YET = ("tensor/kernels.py", "tensor/flat.py", "wire/exchange.py")
 # Private attributes of objects of torch's that are used where they are: what every subclass of these classes works with.
 OF_MODULES = {"_parameters", "_buffers", "_modules", "_forward_pre_hooks"}  # nn.Module
 OF_RECURRENT = {"_flat_weights_names", "_init_flat_weights"}  # nn.RNNBase
@@ -68,7 +66,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file not in ("compat.py", *NOT_YET)])
+@pytest.mark.parametrize("file", [file for file in FILES if file != "compat.py"])
 def test_private_names_of_torch_are_used_through_compat(file):
     assert list(private_uses((SOURCE / file).read_text())) == []
 
@@ -85,7 +83,7 @@ def test_private_attributes_are_our_own():
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in known
     ]
-    assert [use for use in foreign if not use.startswith(NOT_YET)] == []
+    assert foreign == []
 
 
 def test_what_torch_lacks_is_named(monkeypatch):

@@ -1,7 +1,7 @@
 """lowp: training neural networks in low precision across many machines.
 
-The public API, and nothing else. `fsdp`, `health`, `optim`, `simulation` and products of matrices are imported when something
-of them is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
+The public API, and nothing else. `fsdp`, `health`, `optim`, `simulation`, `wire` and products of matrices are imported when
+something of them is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
 """
 
 from importlib import import_module
@@ -32,13 +32,6 @@ from lowp.tensor.ops import quantize as quantize
 from lowp.tensor.packing import pack as pack
 from lowp.tensor.packing import unpack as unpack
 from lowp.version import __version__ as __version__
-from lowp.wire.collectives import all_reduce as all_reduce
-from lowp.wire.compressor import Compressor as Compressor
-from lowp.wire.ddp import compress_gradients as compress_gradients
-from lowp.wire.errors import ReplicasDiffer as ReplicasDiffer
-from lowp.wire.faults import CollectiveError as CollectiveError
-from lowp.wire.replicas import check_replicas as check_replicas
-from lowp.wire.virtual import VirtualWorld as VirtualWorld
 
 if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp import fsdp as fsdp
@@ -69,6 +62,14 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.tensor.matmul import conv2d as conv2d
     from lowp.tensor.matmul import linear as linear
     from lowp.tensor.matmul import matmul as matmul
+    from lowp.wire.collectives import all_reduce as all_reduce
+    from lowp.wire.compressor import Compressor as Compressor
+    from lowp.wire.ddp import compress_gradients as compress_gradients
+    from lowp.wire.errors import ReplicasDiffer as ReplicasDiffer
+    from lowp.wire.faults import CollectiveError as CollectiveError
+    from lowp.wire.replicas import check_replicas as check_replicas
+    from lowp.wire.virtual import VirtualWorld as VirtualWorld
+
 
 _LATER = {
     "fsdp": "lowp.fsdp",
@@ -101,6 +102,13 @@ _LATER = {
         "lowp.simulation",
     ),
     **dict.fromkeys(("Arithmetic", "conv2d", "linear", "matmul"), "lowp.tensor.matmul"),
+    "all_reduce": "lowp.wire.collectives",
+    "Compressor": "lowp.wire.compressor",
+    "compress_gradients": "lowp.wire.ddp",
+    "ReplicasDiffer": "lowp.wire.errors",
+    "CollectiveError": "lowp.wire.faults",
+    "check_replicas": "lowp.wire.replicas",
+    "VirtualWorld": "lowp.wire.virtual",
 }
 
 

@@ -25,7 +25,8 @@ def test_what_a_step_sends(from_json):
     found = from_json("memory", "aps8", "--set", "virtual_ranks=4", *SMALL)
     assert found["fp32_bytes"] == 4 * found["parameters"]
     assert found["wire_bytes"] == pytest.approx(found["parameters"], rel=0.01)
-    assert found["sent_per_step"] == pytest.approx(2 * 3 / 4 * found["wire_bytes"])
+    # Each layer's part of a message is padded to four bytes: at most 3 bytes for each of 4 layers in 6 messages.
+    assert 0 <= found["sent_per_step"] - 2 * 3 / 4 * found["wire_bytes"] <= 6 * 4 * 3
 
 
 def test_the_table(stdout):

@@ -18,7 +18,7 @@ from lowp.tensor import kernels
 from lowp.tensor.lists import cache, cpp
 from lowp.tensor.lists.cache import UnsafeCache, load_library
 from lowp.tensor.lists.function import ListFunction, Lists
-from lowp.tensor.lists.trace import Element
+from lowp.tensor.lists.tracing import Element
 
 NOBODY = 65534
 
@@ -102,9 +102,9 @@ def test_a_library_that_others_can_write_to_is_refused(mode, folder, name, compi
 
 def test_eager_calls_refuse_it_too(folder, monkeypatch):
     """Of two ways to build a kernel (with OpenMP and without) the second must not hide what is wrong with the first's file."""
-    monkeypatch.setattr(kernels, "_state", kernels._State(policy="always"))
+    monkeypatch.setattr(kernels, "_state", kernels._KernelState(policy="always"))
     lowp.quantize(torch.ones(10), "e3m4b9")
-    monkeypatch.setattr(kernels, "_state", kernels._State(policy="always"))  # as in a new process
+    monkeypatch.setattr(kernels, "_state", kernels._KernelState(policy="always"))  # as in a new process
     for library in folder.glob("*.so"):
         library.chmod(0o666)
     with pytest.raises(UnsafeCache, match="can be written by others"):
@@ -152,7 +152,7 @@ def test_a_damaged_library_is_made_again(damage, folder, name, compiled):
 
 def test_a_planted_library_does_not_run(folder, tmp_path, monkeypatch):
     """In a folder that all may write to, somebody has put a library under the name that a kernel will have."""
-    monkeypatch.setattr(kernels, "_state", kernels._State(policy="always"))
+    monkeypatch.setattr(kernels, "_state", kernels._KernelState(policy="always"))
     what = ListFunction(lambda x, *_: [x * 54321], (Element(torch.int32),), (0,), 0, 0)
     names = []
     monkeypatch.setattr(cpp, "load_library", lambda name, make: names.append(name) or ctypes.CDLL(None))
@@ -160,7 +160,7 @@ def test_a_planted_library_does_not_run(folder, tmp_path, monkeypatch):
         what(Lists([[torch.arange(20, dtype=torch.int32)]]), torch.zeros((0, 1), dtype=torch.int32), [])
     monkeypatch.undo()
     monkeypatch.setenv("LOWP_CACHE", str(folder))
-    monkeypatch.setattr(kernels, "_state", kernels._State(policy="always"))
+    monkeypatch.setattr(kernels, "_state", kernels._KernelState(policy="always"))
     folder.mkdir()
     folder.chmod(0o777)
     marker = tmp_path / "marker"

@@ -10,7 +10,7 @@ from lowp.formats import FORMATS, BlockFormat, Rounding
 from lowp.tensor import core, grid, kernels
 from lowp.tensor.core import decode_operation, encode_operation, quantize_operation
 from lowp.tensor.lists import flat_triton
-from lowp.tensor.lists.trace import Element, trace
+from lowp.tensor.lists.tracing import Element, trace
 from lowp.tensor.noise import KEY_SIZE
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from lowp.tensor import kernels
 from lowp.tensor.core import decode_operation
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.function import LIMIT, ListFunction, Lists, _build
-from lowp.tensor.lists.trace import Element
+from lowp.tensor.lists.tracing import Element
 
 CPU = torch.device("cpu")
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -374,7 +374,7 @@ def test_arithmetic_in_16_bits_is_refused_or_right(function, dtype):
 def fresh(tmp_path, monkeypatch):
     """No kernels yet, no warning yet, nothing on disk."""
     monkeypatch.setenv("LOWP_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernels, "_state", kernels._State(policy="always"))
+    monkeypatch.setattr(kernels, "_state", kernels._KernelState(policy="always"))
     return tmp_path
 
 
@@ -412,7 +412,7 @@ def test_what_was_built_is_found_again(fresh, monkeypatch):
 PROGRAM = """
 import torch
 from lowp.tensor.lists.function import ListFunction, Lists, _build
-from lowp.tensor.lists.trace import Element
+from lowp.tensor.lists.tracing import Element
 what = ListFunction(lambda x, *_: [x + 1], (Element(torch.int32),), (0,), 0, 0)
 x = torch.arange(100, dtype=torch.int32)
 lists = Lists([[x]])

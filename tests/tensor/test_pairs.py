@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lowp
-from lowp.tensor import inductor
+from lowp import compat
 from lowp.tensor.pairs import pair_assembly, pair_instructions
 from lowp.tensor.pointwise import pointwise
 
@@ -84,7 +84,7 @@ def test_blocks_of_one_number_in_torch_2_11(monkeypatch):
 
     monkeypatch.delattr(triton_helpers, "inline_asm_pack", raising=False)
     monkeypatch.setattr(TritonOverrides, "inline_asm_elementwise", staticmethod(lambda *inputs, pack, asm: (inputs, asm, pack)))
-    inductor._let_numbers_be_alone()
+    compat.let_one_number_be_packed()
     written = TritonOverrides.inline_asm_elementwise
     assert written("tmp3", asm="text", pack=2) == (("tmp3",), "text", "2 if tmp3.numel > 1 else 1")
     assert written("tmp3", asm="text") == (("tmp3",), "text", 1)

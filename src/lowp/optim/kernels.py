@@ -21,7 +21,7 @@ from lowp.optim.rounding import Stored, Update, numbers_of
 from lowp.optim.rules import LAMBRule, Norms, Rule, SGDRule, root
 from lowp.tensor.carrier import F32, bits_of_power, exponent_above
 from lowp.tensor.lists.function import ListFunction
-from lowp.tensor.lists.trace import Element
+from lowp.tensor.lists.tracing import Element
 from lowp.tensor.memory import storage_of
 from lowp.tensor.noise import KEY_SIZE, draws
 

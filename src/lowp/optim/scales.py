@@ -22,7 +22,7 @@ from lowp.optim.kernels import UNIT, Layout, bits_of_normal_power, measures_weig
 from lowp.optim.rules import Average, LAMBRule
 from lowp.tensor.carrier import exponent_above
 from lowp.tensor.lists.function import ListFunction
-from lowp.tensor.lists.trace import Element
+from lowp.tensor.lists.tracing import Element
 from lowp.tensor.noise import Domain, key_columns, words_of
 
 FRACTION = 16  # bits of a logarithm after the point

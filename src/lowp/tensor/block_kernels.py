@@ -88,10 +88,10 @@ def _kernel(
 
 
 def _build(operation: BlockOperation, device: torch.device) -> Callable[..., bool]:
-    return _CppKernel(operation) if device.type == "cpu" else _TritonKernel(operation, device)
+    return _CppBlockKernel(operation) if device.type == "cpu" else _TritonBlockKernel(operation, device)
 
 
-class _CppKernel:
+class _CppBlockKernel:
     def __init__(self, operation: BlockOperation) -> None:
         from lowp.tensor.lists import blocks  # what compiles is loaded when something is compiled
 
@@ -103,7 +103,7 @@ class _CppKernel:
         return self._run(*addresses, numbers.numel() // length, length, torch.get_num_threads()) == 1
 
 
-class _TritonKernel:
+class _TritonBlockKernel:
     def __init__(self, operation: BlockOperation, device: torch.device) -> None:
         from lowp.tensor.lists import triton_blocks
 

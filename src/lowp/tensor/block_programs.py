@@ -10,7 +10,7 @@ that are used most (`block_program` says which), in floats. One block takes five
 5. `is_poisoned`: must the whole block be NaN, because only the scale can say so?
 
 All functions work on each number for itself, on tensors of any shape (those of blocks broadcast). They are plain torch
-operations that lists/trace.py can record.
+operations that lists/tracing.py can record.
 
 **Why floats are exact here.** With a scale that is a power of two, unit and inverse are float32 numbers (2^-127 is a subnormal
 one), and x * inverse is exact unless it is below 2^-126. There its bits may be lost, but not that it is less than half of the

@@ -1,7 +1,7 @@
 """quantize, encode and decode of block formats as descriptions of kernels: what is computed, in stages.
 
-A stage is a traced function of stored bits: of a tensor (`tensor_scale_of`), of each block (`scale_of`, `unit_of`) or of each
-element (`element_of`, `value_of`). The loops around them are printed in C++ (lists/blocks.py) or in Triton
+A stage is a traced function of stored bits: of a tensor (`tensor_scale_of`), of each block (`block_scale_of`, `unit_of`) or of
+each element (`element_of`, `value_of`). The loops around them are printed in C++ (lists/blocks.py) or in Triton
 (lists/triton_blocks.py).
 """
 
@@ -16,7 +16,7 @@ from lowp.tensor import block_steps
 from lowp.tensor.block_programs import BlockProgram
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import code_storage
-from lowp.tensor.lists.trace import Element, Program, trace
+from lowp.tensor.lists.tracing import Element, Program, trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class BlockOperation:
             else (self._units, self._element_of, self._value_of)
         )
 
-        def scale_of(*arguments: Tensor) -> list[Tensor]:
+        def block_scale_of(*arguments: Tensor) -> list[Tensor]:
             marked, poisoned, code = self._scale_of(*arguments)
             return [marked, poisoned, *carry(code, *arguments[2:])]
 
@@ -72,9 +72,9 @@ class BlockOperation:
                 "unit_of": of_blocks,
                 "value_of": stage(value, self.element_storage, *(v.dtype for v in of_blocks.results)),
             }
-        of_blocks = stage(scale_of, torch.int32, torch.int32, *whole)
+        of_blocks = stage(block_scale_of, torch.int32, torch.int32, *whole)
         found = {
-            "scale_of": of_blocks,
+            "block_scale_of": of_blocks,
             "element_of": stage(element, self.storage, *(v.dtype for v in of_blocks.results[2:])),
         }
         if self.program.fmt.tensor_scale:

@@ -455,7 +455,7 @@ _now = threading.local()
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Within it, what this thread runs is recorded for one of our own printers (lists/trace.py)."""
+    """Within it, what this thread runs is recorded for one of our own printers (lists/tracing.py)."""
     before, _now.printing = getattr(_now, "printing", False), True
     try:
         yield

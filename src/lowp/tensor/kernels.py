@@ -68,7 +68,7 @@ def _checked(policy: str) -> str:
 
 
 @dataclass
-class _State:
+class _KernelState:
     policy: str = field(default_factory=lambda: _checked(os.environ.get("LOWP_KERNELS", "auto")))
     kernels: dict[tuple[Any, torch.device], Any] = field(default_factory=dict)
     ready: dict[tuple[Any, ...], "_CppKernel"] = field(default_factory=dict)  # by the arguments of a call
@@ -79,7 +79,7 @@ class _State:
     now: Any = field(default_factory=threading.local)  # has `building` where a thread builds at the first call
 
 
-_state = _State()
+_state = _KernelState()
 
 
 def set_kernel_policy(policy: str) -> None:

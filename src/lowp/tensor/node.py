@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowp.compat import is_traceable_wrapper_subclass
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
 from lowp.tensor.block_programs import block_program
@@ -63,7 +63,7 @@ def quantize_as_node(
     tell_inductor()
     if pointwise(str(format), rounding, x.dtype) is not None:
         return torch.ops.lowp.round(x.detach(), str(format), rounding, __version__, saturate)
-    noise = Noise(0) if noise is None else noise
+    noise = Noise(0, domain=Domain.USER) if noise is None else noise  # is not drawn from
     step, count = (noise.step, 0) if isinstance(noise.step, Tensor) else (None, _signed(noise.step))
     key = step, _signed(noise.seed), _signed(noise.stream), int(noise.domain), count, _signed(noise.offset)
     return torch.ops.lowp.quantize(x.detach(), str(format), rounding, *key, saturate, axis)

@@ -4,8 +4,8 @@ Seen as the fifteen torch operations that it is, a quantizer costs inductor four
 inductor keeps what is read more than once and took many operations to compute, and finds such numbers inside of quantizers,
 which then pass through memory half rounded. As one operation it is fused with its neighbours as a whole, or not.
 
-The operations themselves are traced (lists/trace.py) and handed to inductor, on NVIDIA's chips as assembly (ptx.py) where they
-are those of `nearest_in_floats`, else one by one. bfloat16 numbers are rounded two at once where that can be (pairs.py).
+The operations themselves are traced (lists/tracing.py) and handed to inductor, on NVIDIA's chips as assembly (ptx.py) where
+they are those of `nearest_in_floats`, else one by one. bfloat16 numbers are rounded two at once where that can be (pairs.py).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from lowp.formats import format as parse_format
 from lowp.tensor.carrier import CARRIERS, grid_fits
 from lowp.tensor.core import Quantize, quantize_operation
 from lowp.tensor.grid import nearest_in_floats
-from lowp.tensor.lists.trace import COMPARE, Element, Program, Statement, Value, fused, trace
+from lowp.tensor.lists.tracing import COMPARE, Element, Program, Statement, Value, fused, trace
 from lowp.tensor.pairs import pair_assembly, pair_instructions
 from lowp.tensor.ptx import assembly
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lowp.tensor.lists.trace import COMPARE, Program, Statement, Value
+from lowp.tensor.lists.tracing import COMPARE, Program, Statement, Value
 
 # Those of `nearest_in_floats`, and their like
 _INTEGERS = {"and": "and.b32", "or": "or.b32", "max": "max.s32", "min": "min.s32"}

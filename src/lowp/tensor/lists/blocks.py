@@ -20,7 +20,7 @@ from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.lists.trace import Program, Value
+from lowp.tensor.lists.tracing import Program, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _CHUNK = 1 << 12  # elements, about
@@ -80,8 +80,8 @@ INLINE i8 load_packed(const uint8_t* p, long count) {
 
 
 def build(operation: BlockOperation) -> Callable[..., int]:
-    """Compile an operation for a CPU: see `_Source.text` for the arguments of the result."""
-    text = _Source(operation).text()
+    """Compile an operation for a CPU: see `_BlockSource.text` for the arguments of the result."""
+    text = _BlockSource(operation).text()
     try:
         run = cpp.build(text, _ARGUMENTS, ["-fopenmp"])
     except UnsafeCache:
@@ -95,7 +95,7 @@ def build(operation: BlockOperation) -> Callable[..., int]:
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 3)
 
 
-class _Source:
+class _BlockSource:
     """The text, piece by piece."""
 
     def __init__(self, operation: BlockOperation) -> None:
@@ -222,7 +222,7 @@ class _Source:
         """quantize and encode: the largest numbers of blocks, their scales, their elements."""
         operation = self.operation
         own, kind = CARRIERS[operation.dtype], TYPES[operation.storage]
-        declared, passed, kept, taken = _carried(self.stages["scale_of"].results[2:])
+        declared, passed, kept, taken = _carried(self.stages["block_scale_of"].results[2:])
         lines = [
             "int32_t most[LANES] = {}, finite[LANES] = {};",
             "for (long b = 0; b < count; b++) {",
@@ -242,7 +242,7 @@ class _Source:
             "}",
             *declared,
             f"{{ i32 poisoned; {TYPES[operation.scale_storage]} codes;",
-            f"  scale_of(load<i32>(finite, LANES), load<i32>(most, LANES){self._whole}, codes, poisoned{passed});",
+            f"  block_scale_of(load<i32>(finite, LANES), load<i32>(most, LANES){self._whole}, codes, poisoned{passed});",
             "  store(most, poisoned, LANES);",
             "  if (scales) store(scales + first, codes, count); }",
             "for (long b = 0; b < count; b++) {",

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from lowp.tensor.lists.cache import UnsafeCache, load_library
-from lowp.tensor.lists.trace import Element, Program, Statement, Value
+from lowp.tensor.lists.tracing import Element, Program, Statement, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 LONGEST_BLOCK = 4096  # elements

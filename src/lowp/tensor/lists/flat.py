@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.lists.trace import Element, Program, fused, in_words, trace
+from lowp.tensor.lists.tracing import Element, Program, fused, in_words, trace
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def build(
     exact_products: bool = False,
     words: Collection[int] = (),
 ) -> Any:
-    """Compile a function for a CPU: a `_Kernel`.
+    """Compile a function for a CPU: a `_CppFlatKernel`.
 
     Where `exact_products`, a product and a sum may be one operation, which has the same bits then. `words` are the places of
     numbers that have 16 bits (`in_words`).
@@ -52,14 +52,14 @@ def build(
     text = _source(in_words(program, words) if words else program, sized, out, [table.dtype for table in tables])
     arguments = (*[ctypes.c_void_p] * (len(sized) + 3 + len(tables)), ctypes.c_long, ctypes.c_long)
     try:
-        return _Kernel(cpp.build(text, arguments, ["-fopenmp"]))
+        return _CppFlatKernel(cpp.build(text, arguments, ["-fopenmp"]))
     except UnsafeCache:
         raise
     except (RuntimeError, OSError):  # no OpenMP: to compile with, or to load
-        return _Kernel(cpp.build(text, arguments))
+        return _CppFlatKernel(cpp.build(text, arguments))
 
 
-class _Kernel:
+class _CppFlatKernel:
     def __init__(self, run: Any) -> None:
         run.restype = ctypes.c_int
         self.run = run

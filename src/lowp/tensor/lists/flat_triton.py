@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import triton
-from lowp.tensor.lists.trace import Element, Program, fused, trace
+from lowp.tensor.lists.tracing import Element, Program, fused, trace
 
 IMPORTS = ("import triton", "import triton.language as tl", "from triton.language.extra.cuda import libdevice", "", "")
 TILE = 1024  # elements of a program
@@ -36,10 +36,12 @@ def build(
     device = torch.device("cuda", torch.cuda.current_device())
     program = trace(lambda *a: [function(*a)], [Element(dtype) for dtype in sized], numbers, scalars, list(tables), device)
     assert program.results[0].dtype == out, (program.results[0].dtype, out)
-    return _Kernel(fused(program) if exact_products else program, [*sized, out], [table.dtype for table in tables], device)
+    return _TritonFlatKernel(
+        fused(program) if exact_products else program, [*sized, out], [table.dtype for table in tables], device
+    )
 
 
-class _Kernel:
+class _TritonFlatKernel:
     """Compiled variants of one program: for aligned tensors or any, for `numbers` on the device or on the host."""
 
     def __init__(self, program: Program, sized: list[torch.dtype], tables: list[torch.dtype], device: torch.device) -> None:

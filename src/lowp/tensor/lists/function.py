@@ -22,7 +22,7 @@ from torch import Tensor
 from lowp.compat import dispatch_mode_count
 from lowp.tensor import kernels
 from lowp.tensor.lists import cpp, triton
-from lowp.tensor.lists.trace import Element, trace
+from lowp.tensor.lists.tracing import Element, trace
 from lowp.tensor.memory import flat_memory
 from lowp.tensor.table import Table
 
@@ -230,10 +230,10 @@ def _build(what: ListFunction, device: torch.device) -> Callable[..., None]:
     for place, result in zip(what.writes, program.results, strict=False):
         if result.dtype != what.elements[place].dtype:
             raise TypeError(f"result {place} is {result.dtype}, and what it is written to is {what.elements[place].dtype}")
-    return (_CppKernel if device.type == "cpu" else _TritonKernel)(what, program, tables)
+    return (_CppListKernel if device.type == "cpu" else _TritonListKernel)(what, program, tables)
 
 
-class _CppKernel:
+class _CppListKernel:
     def __init__(self, what: ListFunction, program: Any, tables: list[Tensor]) -> None:
         self._what = what
         self._tables = np.array([table.data_ptr() for table in tables], dtype=np.int64)
@@ -257,7 +257,7 @@ class _CppKernel:
         )  # fmt: skip
 
 
-class _TritonKernel:
+class _TritonListKernel:
     """Triton's own launch of a kernel costs 50 microseconds of Python: which variant of it these arguments need is found out
     from their types and addresses, in each call. Here that is done once for lists and the addresses beside them; the compiled
     kernel that was found is then launched directly, with addresses as integers."""

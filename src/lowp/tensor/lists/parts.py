@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor import kernels
-from lowp.tensor.lists.trace import Element, Program, Statement, Value, trace
+from lowp.tensor.lists.tracing import Element, Program, Statement, Value, trace
 from lowp.tensor.table import Table
 
 LANES = 16

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.lists.parts import COUNT, CPU_ITEM, LANES, LAYER, PartsFunction, PartsKernel, PartTable, Stream
-from lowp.tensor.lists.trace import Program, Statement, Value
+from lowp.tensor.lists.tracing import Program, Statement, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 2, *[ctypes.c_void_p, ctypes.c_long] * 2, *[ctypes.c_void_p] * 2, ctypes.c_long,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists.parts import COUNT, CUDA_ITEM, LANES, LAYER, PartsFunction, PartsKernel, PartTable, Stream
-from lowp.tensor.lists.trace import Program, Value
+from lowp.tensor.lists.tracing import Program, Value
 from lowp.tensor.lists.triton import TYPES, build, expression
 
 _STORED = {**TYPES, torch.bool: "tl.int8"}

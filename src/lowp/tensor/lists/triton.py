@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowp.tensor.lists.trace import COMPARE, INFIX, Element, Program, Statement, Value
+from lowp.tensor.lists.tracing import COMPARE, INFIX, Element, Program, Statement, Value
 
 TYPES = {
     torch.int8: "tl.int8", torch.int16: "tl.int16", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1",

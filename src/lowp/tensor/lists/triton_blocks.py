@@ -14,7 +14,7 @@ from torch import Tensor
 from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import triton
-from lowp.tensor.lists.trace import Program
+from lowp.tensor.lists.tracing import Program
 from lowp.tensor.packing import group, packed_size
 
 _TILE = 2048  # elements of a program
@@ -143,7 +143,7 @@ def _encode(operation: BlockOperation) -> list[str]:
         f"finite = tl.max(tl.where(magnitude < {own.infinity}, magnitude, 0), axis=1)",
     ]
     lines += ["tensor_scale = tensor_scale_of(tl.load(most))"] if whole else []
-    lines += [f"code, poisoned, unit, inverse = scale_of(finite, tl.max(magnitude, axis=1){whole})"]
+    lines += [f"code, poisoned, unit, inverse = block_scale_of(finite, tl.max(magnitude, axis=1){whole})"]
     lines += ["result = element_of(stored, unit[:, None], inverse[:, None])"]
     if operation.kind == "quantize":
         nan = f"tl.full([], {own.nan}, {triton.TYPES[operation.storage]})"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowp.tensor.lists.trace import COMPARE, INFIX, Statement, Value
+from lowp.tensor.lists.tracing import COMPARE, INFIX, Statement, Value
 
 TYPES = {
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float32: "f32", torch.float64: "f64",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowp.tensor.carrier import F32
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.trace import Program
+from lowp.tensor.lists.tracing import Program
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 from lowp.tensor.matmul.job import MatmulJob, offsets
 from lowp.tensor.matmul.programs import Programs

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowp.tensor.carrier import F32
 from lowp.tensor.lists.function import ListFunction, Lists
-from lowp.tensor.lists.trace import Element
+from lowp.tensor.lists.tracing import Element
 from lowp.tensor.memory import is_dense
 
 _NONE = 1 << 12  # an exponent that no number comes near

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.tensor.lists.trace import Element, Program, fused, trace
+from lowp.tensor.lists.tracing import Element, Program, fused, trace
 from lowp.tensor.matmul.steps import Steps
 from lowp.tensor.noise import KEY_SIZE
 

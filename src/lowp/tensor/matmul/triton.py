@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowp.tensor.lists.trace import Program
+from lowp.tensor.lists.tracing import Program
 from lowp.tensor.lists.triton import TYPES, build, expression
 from lowp.tensor.matmul.job import MatmulJob, offsets
 from lowp.tensor.matmul.programs import Programs

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowp.compat import TorchDispatchMode
 from lowp.tensor.grid import printing
 
 EXAMPLE = 64  # elements; any number will do
@@ -81,13 +81,13 @@ def trace(
     arguments = [torch.ones(1, 1 if e.of_block else EXAMPLE, dtype=e.dtype, device=device) for e in elements]
     own = torch.ones(numbers, dtype=torch.int32, device=device)
     shared = torch.ones(scalars, dtype=torch.float32, device=device)
-    recorder = _Recorder(arguments, own, shared, tables)
+    recorder = _TracingMode(arguments, own, shared, tables)
     with torch.inference_mode(False), torch.no_grad(), printing(), recorder:
         results = tuple(function(*arguments, own, shared, tuple(tables)))
     return recorder.program(results)
 
 
-class _Recorder(TorchDispatchMode):
+class _TracingMode(TorchDispatchMode):
     """Takes down what is done to the arguments."""
 
     def __init__(self, elements: Sequence[Tensor], numbers: Tensor, scalars: Tensor, tables: Sequence[Tensor]) -> None:
