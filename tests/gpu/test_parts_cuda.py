@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "wire"))
-from test_part_kernels import MORE, WITH_KERNEL, check, policy  # noqa: F401
+from test_part_kernels import MORE, WITH_KERNEL, check, check_fold, policy  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
@@ -21,3 +21,8 @@ def test_kernels_give_the_bytes_of_a_cpu(policy, format, rounding, scale):  # no
 @pytest.mark.parametrize("format", ["e5m2", "mxfp4"])
 def test_sixteen_bit_gradients(policy, format, dtype):  # noqa: F811
     check(format, "nearest", "aps", dtype, "cuda")
+
+
+@pytest.mark.parametrize(("format", "rounding", "scale"), WITH_KERNEL)
+def test_a_sum_is_encoded_as_it_is_added(policy, format, rounding, scale):  # noqa: F811
+    check_fold(format, rounding, scale, "cuda")

@@ -91,6 +91,35 @@ def test_kernels_give_the_same_bytes(policy, format, rounding, scale):
     check(format, rounding, scale)
 
 
+def check_fold(format, rounding, scale, device="cpu"):
+    """One pass from messages to the message of their sum, against decoding, then encoding."""
+    import lowp
+
+    codec = codec_of(format, rounding, scale)
+    messages, x = cut(codec), numbers_of(sum(SIZES)).to(device)
+
+    def noises(part):
+        return lowp.Noise(3, 4, part.number, part.start)
+
+    buffer = torch.zeros(3, messages.length, dtype=torch.uint8, device=device)
+    peaks = torch.arange(messages.parts, device=device).to(torch.uint8)
+    with building():
+        for rank in range(3):
+            messages.encode(x.roll(rank), buffer[rank], None, peaks, noises)
+        total = torch.zeros(x.numel(), device=device)
+        messages.decode(buffer.view(-1), total, messages=3, stride=messages.length)
+        wanted, found = (torch.zeros(messages.length, dtype=torch.uint8, device=device) for _ in range(2))
+        messages.encode(total, wanted, None, messages.peaks(buffer.view(-1), 3, messages.length), noises)
+        done = messages.fold(buffer.view(-1), found, 3, messages.length, noises)
+    assert done == (not any(codec.measures))
+    assert not done or torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("format", "rounding", "scale"), WITH_KERNEL)
+def test_a_sum_is_encoded_as_it_is_added(policy, format, rounding, scale):
+    check_fold(format, rounding, scale)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bit_gradients(policy, dtype):
     check("e5m2", "nearest", "aps", dtype)

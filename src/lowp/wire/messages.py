@@ -16,7 +16,14 @@ from lowp.tensor import kernels
 from lowp.tensor.lists.parts import PartsFunction, PartsKernel, PartTable
 from lowp.tensor.noise import Domain, Noise, key_columns, words_of
 from lowp.wire.codec import Codec, PartLayout
-from lowp.wire.part_kernels import decode_function, encode_function, measure_function, peaks_function, round_function
+from lowp.wire.part_kernels import (
+    decode_function,
+    encode_function,
+    fold_function,
+    measure_function,
+    peaks_function,
+    round_function,
+)
 from lowp.wire.plan import Part, Shard
 
 Noises = Callable[[Part], Noise]
@@ -25,6 +32,7 @@ _FUNCTIONS: dict[str, Callable[..., PartsFunction | None]] = {
     "decode": decode_function,
     "round": round_function,
     "peaks": peaks_function,
+    "fold": fold_function,
 }
 
 
@@ -217,20 +225,11 @@ class Messages:
             if kernel is None:
                 self._encode_plainly(group, numbers, out, factors, peaks, noises)
                 continue
-            known: list[Tensor] = []
+            measured = None
             if any(codec.measures):
                 found = None if maxima is None else maxima[place]
                 measured = group.measure(numbers, codec.measures) if found is None else found
-                assert measured is not None
-                known.append(measured)
-            if codec.sends_peaks:
-                given = self.no_peaks(device) if peaks is None else peaks
-                given = given if len(self.groups) == 1 else given[group.indices(device)]
-                known.append(given.to(torch.int32).view(1, -1))
-            if codec.stochastic:
-                assert noises is not None
-                known.append(group.keys(noises, device))
-            own = known[0] if len(known) == 1 else torch.cat(known) if known else None
+            own = self._known(group, measured, peaks, noises, device)
             kernel(numbers, out, group.table(device), own, self._of_layers(factors, device))
 
     def _encode_plainly(
@@ -296,6 +295,33 @@ class Messages:
             if factors is not None:
                 total.mul_(factors.view(-1)[part.layer])
             out[start : start + part.size] = total if divisor == 1 else total.div_(divisor)
+
+    def fold(self, source: Tensor, out: Tensor, messages: int, stride: int, noises: Noises) -> bool:
+        """Write to `out` the message of the sum of `messages` messages, without numbers in memory; False: nothing was done."""
+        device = source.device
+        found = [group.kernel(group.function("fold"), device) for group in self.groups]
+        if not all(found):
+            return False
+        peaks = self.peaks(source, messages, stride) if self.sends_peaks else None
+        for group, kernel in zip(self.groups, found, strict=True):
+            known = self._known(group, None, peaks, noises, device)
+            assert kernel is not None
+            kernel(source, out, group.table(device), known, None, None, messages, stride)
+        return True
+
+    def _known(
+        self, group: CodecGroup, measured: Tensor | None, peaks: Tensor | None, noises: Noises | None, device: torch.device
+    ) -> Tensor | None:
+        """The numbers of a group's parts that its encoder asks for."""
+        known = [] if measured is None else [measured]
+        if group.codec.sends_peaks:
+            given = self.no_peaks(device) if peaks is None else peaks
+            given = given if len(self.groups) == 1 else given[group.indices(device)]
+            known.append(given.to(torch.int32).view(1, -1))
+        if group.codec.stochastic:
+            assert noises is not None
+            known.append(group.keys(noises, device))
+        return known[0] if len(known) == 1 else torch.cat(known) if known else None
 
     def no_peaks(self, device: torch.device) -> Tensor:
         """Zeros for all parts, always the same memory: not to be written to."""

@@ -158,6 +158,54 @@ def measure_function(dtype: torch.dtype, wanted: tuple[bool, bool]) -> PartsFunc
     return PartsFunction(each, loads, (), _MEASURED, maxima=sum(wanted))
 
 
+class _Encoder:
+    """From vectors of float32 numbers to what is stored: the bytes of codes, then headers and scales."""
+
+    def __init__(self, codec: Codec, shape: _TileShape) -> None:
+        self._codec, self._shape = codec, shape
+        self._local, self._whole = codec.measures
+        self._first_key = self._local + self._whole + codec.sends_peaks
+        self._blocks = _block_program(codec)
+        self._code = _Coder(shape.element, codec.rounding) if self._blocks is None else None
+        self.numbers = self._first_key + (KEY_SIZE if codec.stochastic else 0)
+        self.tables: tuple[Table, ...] = () if self._code is None else self._code.tables
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        stores = [*_codes(self._shape)]
+        if self._local or self._codec.sends_peaks:
+            stores.append(Stream(torch.int8, HEADER, of="part"))
+        if self._whole:
+            stores.append(Stream(torch.int32, TENSOR_SCALE, of="part"))
+        if self._shape.block:
+            stores += _of_blocks(self._shape, HEADER if self._blocks is None else SCALES)
+        return tuple(stores)
+
+    def __call__(self, x: list[Tensor], numbers: Tensor, tables: Any, unit: Tensor | None = None) -> list[Tensor]:
+        """`unit` is by what the numbers were multiplied since their largest was found."""
+        codec, extra = self._codec, []
+        if self._local:
+            byte = scaling.fitting_numbers(numbers[0].view(torch.float32), codec.format)
+            factor = scaling.power_of_two(scaling.shifts_of(byte))
+            x = [number * factor for number in x]
+            unit = factor if unit is None else unit * factor
+            extra.append(byte.to(torch.int8))
+        elif codec.sends_peaks:
+            extra.append(numbers[int(self._whole)].to(torch.int8))
+        if self._blocks is not None:
+            largest = numbers[int(self._local)] if self._whole else None
+            codes, more = _block_codes(self._blocks, self._shape, x, largest, unit)
+            extra += more
+        else:
+            if self._shape.block:
+                x, headers = _scaled_blocks(codec, self._shape, x)
+                extra += headers
+            key: Any = [numbers[self._first_key + i] for i in range(KEY_SIZE)] if codec.stochastic else None
+            assert self._code is not None
+            codes = [self._code(number, key, tables) for number in x]
+        return [*_stored(codes, self._shape), *extra]
+
+
 @lru_cache(maxsize=1024)
 def encode_function(codec: Codec, dtype: torch.dtype) -> PartsFunction | None:
     """Numbers of a part, int32: what `codec.measures` asks for, or the header byte of `sends_peaks`; then the noise's key.
@@ -167,44 +215,38 @@ def encode_function(codec: Codec, dtype: torch.dtype) -> PartsFunction | None:
     shape = _shape(codec)
     if shape is None:
         return None
-    local, whole = codec.measures
-    first_key = local + whole + codec.sends_peaks
-    blocks = _block_program(codec)
-    code = _coder(shape.element, codec.rounding) if blocks is None else None
+    encoder = _Encoder(codec, shape)
 
     def each(*arguments: Any) -> list[Tensor]:
         *sources, numbers, of_layer, tables = arguments
         x = [source.to(torch.float32) * of_layer[0] for source in sources]
-        extra: list[Tensor] = []
-        unit = of_layer[0]
-        if local:
-            byte = scaling.fitting_numbers(numbers[0].view(torch.float32), codec.format)
-            factor = scaling.power_of_two(scaling.shifts_of(byte))
-            x, unit = [number * factor for number in x], unit * factor
-            extra.append(byte.to(torch.int8))
-        elif codec.sends_peaks:
-            extra.append(numbers[int(whole)].to(torch.int8))
-        key: Any = [numbers[first_key + i] for i in range(KEY_SIZE)] if codec.stochastic else None
-        if blocks is not None:
-            codes, more = _block_codes(blocks, shape, x, numbers[int(local)] if whole else None, unit)
-            extra += more
-        else:
-            if shape.block:
-                x, headers = _scaled_blocks(codec, shape, x)
-                extra += headers
-            codes = [code(number, key, tables) for number in x]  # type: ignore[misc]
-        return [*_stored(codes, shape), *extra]
+        return encoder(x, numbers, tables, of_layer[0])
 
-    stores = [*_codes(shape)]
-    if local or codec.sends_peaks:
-        stores.append(Stream(torch.int8, HEADER, of="part"))
-    if blocks is not None and whole:
-        stores.append(Stream(torch.int32, TENSOR_SCALE, of="part"))
-    if shape.block:
-        stores += _of_blocks(shape, HEADER if blocks is None else SCALES)
-    numbers = first_key + (KEY_SIZE if codec.stochastic else 0)
-    tables = () if code is None else code.tables
-    return PartsFunction(each, _numbers(shape, dtype), tuple(stores), shape.tile, numbers, 1, tables)
+    return PartsFunction(each, _numbers(shape, dtype), encoder.streams, shape.tile, encoder.numbers, 1, encoder.tables)
+
+
+@lru_cache(maxsize=1024)
+def fold_function(codec: Codec) -> PartsFunction | None:
+    """Messages to one message: decode, add in their order, in float32, encode the sum. Numbers are the encoder's.
+
+    Not for codecs that must see all of a sum before they encode it.
+    """
+    shape = _shape(codec)
+    if shape is None or any(codec.measures):
+        return None
+    encoder, decoder = _Encoder(codec, shape), _Decoder(codec, shape)
+
+    def each(*arguments: Any) -> list[Tensor]:
+        *read, _, _, tables = arguments
+        return decoder(read, tables[len(encoder.tables) :])
+
+    def finish(*arguments: Any) -> list[Tensor]:
+        *sums, numbers, _, tables = arguments
+        return encoder(sums, numbers, tables[: len(encoder.tables)])
+
+    tables = (*encoder.tables, *decoder.tables)
+    streams = encoder.streams
+    return PartsFunction(each, decoder.streams, streams, shape.tile, encoder.numbers, 0, tables, finish=finish)
 
 
 def _stored(codes: list[Tensor], shape: _TileShape) -> list[Tensor]:
@@ -231,10 +273,6 @@ class _Coder:
             return bits
         code = self._operation(bits, tables, key)
         return code if self._whole else code.to(torch.int32)
-
-
-def _coder(fmt: Format, rounding: str) -> _Coder:
-    return _Coder(fmt, rounding)
 
 
 def _blocks_of(shape: _TileShape, vectors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
@@ -265,12 +303,13 @@ def _scaled_blocks(codec: Codec, shape: _TileShape, x: list[Tensor]) -> tuple[li
 
 
 def _block_codes(
-    program: BlockProgram, shape: _TileShape, x: list[Tensor], largest: Tensor | None, factor: Tensor
+    program: BlockProgram, shape: _TileShape, x: list[Tensor], largest: Tensor | None, factor: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Codes of a block format; the part's scale, where there is one, then the blocks'."""
     extra, tensor_scale = [], None
     if largest is not None:
-        tensor_scale = program.tensor_scale(largest.view(torch.float32) * factor)
+        most = largest.view(torch.float32)
+        tensor_scale = program.tensor_scale(most if factor is None else most * factor)
         extra.append(tensor_scale.view(torch.int32))
     codes = []
     for most, mine in _blocks_of(shape, x):
@@ -308,35 +347,11 @@ def decode_function(
     shape = _shape(codec)
     if shape is None:
         return None
-    local, whole = codec.measures
-    blocks = _block_program(codec)
-    value = _values(shape.element) if blocks is None else None
-    loads = [*_codes(shape)]
-    codes = len(loads)
-    if local:
-        loads.append(Stream(torch.int8, HEADER, of="part"))
-    if whole:
-        loads.append(Stream(torch.float32, TENSOR_SCALE, of="part"))
-    if shape.block:
-        loads += _of_blocks(shape, HEADER if blocks is None else SCALES)
+    decoder = _Decoder(codec, shape)
 
     def each(*arguments: Any) -> list[Tensor]:
         *read, _, _, tables = arguments
-        stored, rest = read[:codes], list(read[codes:])
-        unit = scaling.units_of(rest.pop(0).to(torch.int32) & 0xFF) if local else None
-        tensor_scale = rest.pop(0) if whole else None
-        vectors = _loaded(stored, shape)
-        if blocks is not None:
-            step = shape.block // LANES
-            units = [blocks.unit(scale.to(torch.int32) & 0xFF, tensor_scale) for scale in rest]
-            found = [blocks.value(code.to(torch.int32), units[v // step]) for v, code in enumerate(vectors)]
-        else:
-            found = [value(code, tables) for code in vectors]  # type: ignore[misc]
-            if shape.block:
-                step = shape.block // LANES
-                units = [scaling.units_of(byte.to(torch.int32) & 0xFF) for byte in rest]
-                found = [number * units[v // step] for v, number in enumerate(found)]
-        return found if unit is None else [number * unit for number in found]
+        return decoder(read, tables)
 
     def finish(*arguments: Any) -> list[Tensor]:
         *sums, _, of_layer, _ = arguments
@@ -345,8 +360,59 @@ def decode_function(
             found = [number / of_layer[1] for number in found]
         return [*(number.to(dtype) for number in found), *_magnitudes(found, wanted)]
 
-    tables = () if value is None else value.tables
-    return PartsFunction(each, tuple(loads), _numbers(shape, dtype), shape.tile, 0, 1 + divides, tables, sum(wanted), finish)
+    return PartsFunction(
+        each,
+        decoder.streams,
+        _numbers(shape, dtype),
+        shape.tile,
+        0,
+        1 + divides,
+        decoder.tables,
+        sum(wanted),
+        finish,
+    )
+
+
+class _Decoder:
+    """From what is stored to vectors of float32 numbers."""
+
+    def __init__(self, codec: Codec, shape: _TileShape) -> None:
+        self._shape = shape
+        self._local, self._whole = codec.measures
+        self._blocks = _block_program(codec)
+        self._value = _Values(shape.element) if self._blocks is None else None
+        self.tables: tuple[Table, ...] = () if self._value is None else self._value.tables
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        loads = [*_codes(self._shape)]
+        if self._local:
+            loads.append(Stream(torch.int8, HEADER, of="part"))
+        if self._whole:
+            loads.append(Stream(torch.float32, TENSOR_SCALE, of="part"))
+        if self._shape.block:
+            loads += _of_blocks(self._shape, HEADER if self._blocks is None else SCALES)
+        return tuple(loads)
+
+    def __call__(self, read: Sequence[Tensor], tables: Any) -> list[Tensor]:
+        shape = self._shape
+        codes = len(_codes(shape))
+        rest = list(read[codes:])
+        unit = scaling.units_of(rest.pop(0).to(torch.int32) & 0xFF) if self._local else None
+        tensor_scale = rest.pop(0) if self._whole else None
+        vectors = _loaded(read[:codes], shape)
+        if self._blocks is not None:
+            step = shape.block // LANES
+            units = [self._blocks.unit(scale.to(torch.int32) & 0xFF, tensor_scale) for scale in rest]
+            found = [self._blocks.value(code.to(torch.int32), units[v // step]) for v, code in enumerate(vectors)]
+        else:
+            assert self._value is not None
+            found = [self._value(code, tables) for code in vectors]
+            if shape.block:
+                step = shape.block // LANES
+                units = [scaling.units_of(byte.to(torch.int32) & 0xFF) for byte in rest]
+                found = [number * units[v // step] for v, number in enumerate(found)]
+        return found if unit is None else [number * unit for number in found]
 
 
 def _loaded(stored: Sequence[Tensor], shape: _TileShape) -> list[Tensor]:
@@ -371,10 +437,6 @@ class _Values:
         if self._operation is None:
             return code.view(torch.float32)
         return self._operation(code.to(self._storage), tables).view(torch.float32)
-
-
-def _values(fmt: Format) -> _Values:
-    return _Values(fmt)
 
 
 @lru_cache(maxsize=256)

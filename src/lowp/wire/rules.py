@@ -13,7 +13,7 @@ With error feedback, what is lost at any of them is kept by the rank that rounds
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -141,7 +141,7 @@ class Rules:
     ) -> None:
         """All messages at once."""
         with self.timed("encode", numbers.device):
-            messages.encode(numbers, out, factors, peaks, lambda part: self.noise(part, stage, actor), maxima)
+            messages.encode(numbers, out, factors, peaks, self._noises(stage, actor), maxima)
             if stage in (Stage.ADDEND, Stage.NODE) and self.meter is not None:
                 self.meter.see(messages, numbers, out, factors)
 
@@ -280,6 +280,21 @@ class Rules:
             known = layout.sends_peaks
             peaks = layout.peaks(flat, len(messages), layout.length) if known else layout.no_peaks(messages.device)
             return Load(numbers, peaks, maxima=maxima if same else None)
+
+    def fold_to_total(self, messages: Tensor, shard: Shard, actors: Iterable[int], out: Tensor) -> None:
+        """The sum of messages [ranks, bytes] of addends, as the message that everybody gets: in one pass where that can be."""
+        layout, total = self.messages(shard, Stage.ADDEND), self.messages(shard, Stage.TOTAL)
+        plain = self.feedback is None and self.adds_plainly(shard)
+        if plain and all(group.codec == other.codec and not overflow_unseen(group.codec)
+                         for group, other in zip(layout.groups, total.groups, strict=False)):  # fmt: skip
+            with self.timed("decode", messages.device):
+                noises = self._noises(Stage.TOTAL, 0)
+                if layout.fold(messages.view(-1), out, len(messages), layout.length, noises):
+                    return
+        self.write(self.fold_messages(messages, shard, Stage.ADDEND, actors), shard, Stage.TOTAL, 0, out)
+
+    def _noises(self, stage: Stage, actor: int) -> "Callable[[Part], Noise]":
+        return lambda part: self.noise(part, stage, actor)
 
     def adds_plainly(self, shard: Shard) -> bool:
         """Are sums float32, without a compensation?"""

@@ -58,6 +58,9 @@ class LengthRules(Rules):
     def add(self, total: Load, load: Load, shard: Shard, actor: int) -> Load:
         return total
 
+    def fold_to_total(self, messages: Tensor, shard: Shard, actors: Iterable[int], out: Tensor) -> None:
+        pass
+
     def fold_messages(
         self, messages: Tensor, shard: Shard, stage: Stage, actors: Iterable[int], out: Tensor | None = None
     ) -> Load:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lowp.wire.plan import Shard
 from lowp.wire.reductions.base import ChunkJob, Reduction, Steps
-from lowp.wire.rules import Load, Rules, Stage
+from lowp.wire.rules import Load, Rules
 
 
 class Fold:
@@ -65,8 +65,7 @@ class TwoShot(Reduction):
         sent, received = job.write_to_owners()
         yield job.link.exchange(sent, {rank: received[rank] for rank in ranks})
         shard, totals = job.chunk.shards[me], job.totals()
-        total = job.rules.fold_messages(received, shard, Stage.ADDEND, ranks)
-        job.rules.write(total, shard, Stage.TOTAL, 0, totals[me])
+        job.rules.fold_to_total(received, shard, ranks, totals[me])
         yield job.link.share(totals.rows, totals.lengths)
         job.finish(totals)
 
