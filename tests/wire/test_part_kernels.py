@@ -97,6 +97,7 @@ def check_fold(format, rounding, scale, device="cpu"):
 
     codec = codec_of(format, rounding, scale)
     messages, x = cut(codec), numbers_of(sum(SIZES)).to(device)
+    set_kernel_policy("auto")
 
     def noises(part):
         return lowp.Noise(3, 4, part.number, part.start)
