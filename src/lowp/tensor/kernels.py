@@ -362,8 +362,3 @@ def _dtypes(operation: Operation) -> tuple[torch.dtype, torch.dtype]:
     if isinstance(operation, Decode):
         return code_storage(operation.fmt), operation.target.storage
     return operation.own.storage, operation.storage if isinstance(operation, Encode) else operation.target.storage
-
-
-def fused(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`function(*tensors)`. TODO(issue 14): to be deleted with its last caller, wire/codec.py."""
-    return function(*tensors)
