@@ -2,7 +2,7 @@
 
 import math
 from fractions import Fraction
-from types import SimpleNamespace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -15,6 +15,9 @@ from lowp.formats import format as parse_format
 from lowp.health.measures import measure, summary
 from lowp.simulation import simulate
 from lowp.tensor.overflow import border, overflows
+from lowp.wire.codec import codec_of
+from lowp.wire.messages import Messages
+from lowp.wire.plan import Part, Shard
 from lowp.wire.report import Meter
 
 PLAIN = [fmt for fmt in lowp.FORMATS if not isinstance(fmt, BlockFormat) and fmt.bits <= 16]
@@ -91,6 +94,9 @@ def test_everybody_counts_the_same(number, expected, saturates):
     assert int(simulation.overflow_counts().sum()) == expected
 
     meter = Meter(whole=True)
-    codec = SimpleNamespace(format=fmt, scale=SimpleNamespace(kind="none"), factor=lambda message, elements: 1.0)
-    meter.see(codec, x, x)  # type: ignore[arg-type]  # all that it looks at
+    codec = codec_of("e4m3fn", scale="none")
+    messages = Messages([Shard(0, 2, (Part(0, codec, 0, 0, 0, 2),))], attrgetter("codec"))
+    buffer = torch.zeros(messages.length, dtype=torch.uint8)
+    messages.encode(x, buffer)
+    meter.see(messages, x, buffer, None)
     assert meter.finish().saturated_count == expected

@@ -24,7 +24,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat, BlockFormat, Format, Rounding
+from lowp.formats import AnyFormat, BlockFormat, Format, Rounding, reference
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.tensor.block import BlockCodes
@@ -245,7 +245,7 @@ class Codec:
 
 @lru_cache(maxsize=256)
 def _code_of_zero(fmt: Format) -> int:
-    return int(encode(torch.zeros(1), fmt, saturate=True)[0])
+    return reference.encode(0.0, fmt)
 
 
 def _put_codes(codes: Tensor, count: int, fmt: Format, layout: PartLayout, out: Tensor) -> None:

@@ -44,10 +44,8 @@ def warm_up(
     cases = [_Case(codec, device, dtype, asked, reduction) for codec in codecs for dtype in dtypes]
     for case in cases:
         if case not in _warm:
-            with compat.without_dispatch_modes():  # an audit is not concerned
-                _rehearse(case, settings, min(world, RANKS))  # tables are made here, once, and need no kernel
-                with building():
-                    _rehearse(case, settings, min(world, RANKS))
+            with compat.without_dispatch_modes(), building():  # an audit is not concerned
+                _rehearse(case, settings, min(world, RANKS))
             _warm.add(case)
 
 

@@ -128,21 +128,33 @@ class _CppParts:
     def _read(self, program: Program, names: set[str], more: str = "") -> list[str]:
         """The vectors of a tile that have one of these names."""
         lines = []
-        for i, (s, v) in enumerate(zip(self.what.loads, program.elements, strict=True)):
+        for i, (s, v) in enumerate(zip(self._sources(program), program.elements, strict=True)):
+            if v.name not in names or s.of != "lane":
+                continue
+            if program is self.finish:  # a sum; what is behind the end counts as zero
+                left = f"splat<i32>((int32_t)(count - (tile * {self.what.tile} + {s.first})))"
+                lines.append(f"f32 {v.name} = sums[tile - begin][{i}];")
+                lines.append(f"if constexpr (!full) {v.name} = LANE_NUMBERS < {left} ? {v.name} : f32{{}};")
+                continue
             kind, address = TYPES[s.dtype], self._address(f"in{i}", s, more)
-            if v.name in names and s.of == "lane":
-                lines.append(f"const {kind} {v.name} = load<{kind}>({address}, {self._room(s)});")
+            lines.append(f"const {kind} {v.name} = load<{kind}>({address}, {self._room(s)});")
         return lines
+
+    def _sources(self, program: Program) -> Sequence[Stream]:
+        """Where a program's elements come from: memory, or the sums so far."""
+        if program is not self.finish:
+            return self.what.loads
+        return [Stream(torch.float32, 0, first=LANES * i) for i in range(len(program.elements))]
 
     def _of_part(self, program: Program, more: str) -> list[str]:
         """What a part has one of: loads, and what follows from these and from the numbers."""
         lines = []
-        for i, (s, v) in enumerate(zip(self.what.loads, program.elements, strict=True)):
+        for i, (s, v) in enumerate(zip(self._sources(program), program.elements, strict=True)):
             if s.of == "part":
                 lines.append(
                     f"const {TYPES[s.dtype]} {v.name} = splat<{TYPES[s.dtype]}>(*({self._address(f'in{i}', s, more)}));"
                 )
-        return ["        " + line for line in (*lines, *self._statements(_levels(self.what, program)["part"]))]
+        return ["        " + line for line in (*lines, *self._statements(_levels(self._sources(program), program)["part"]))]
 
     def _room(self, s: Stream) -> str:
         left = f"count - (tile * {self.what.tile} + {s.first})"
@@ -152,9 +164,8 @@ class _CppParts:
         lines, indices = [], first_index
         for s in statements:
             if s.operation == "index":
-                first = self.what.loads[indices].first
-                indices += 1
-                text = f"splat<i32>((int32_t)(tile * {self.what.tile} + {first})) + LANE_NUMBERS"
+                text = f"splat<i32>((int32_t)(tile * {self.what.tile} + {LANES * indices})) + LANE_NUMBERS"
+                indices += 1  # vectors of numbers are counted one after the other
             else:
                 text = self.printer.expression(s)
             lines.append(f"const {TYPES[s.result.dtype]} {s.result.name} = {text};")
@@ -166,8 +177,8 @@ class _CppParts:
         What belongs to a tile as a whole (the scale of its block, from the largest number in it) is computed for 16 tiles at
         once, a lane for each: first a look at their numbers, then these statements, then the tiles again.
         """
-        levels = _levels(self.what, program)
-        tile_level = {v.name for s, v in zip(self.what.loads, program.elements, strict=True) if s.of == "tile"}
+        levels = _levels(self._sources(program), program)
+        tile_level = {v.name for s, v in zip(self._sources(program), program.elements, strict=True) if s.of == "tile"}
         tile_level |= {s.result.name for s in levels["tile"]}
         self.printer.begin()
         of_part = self._of_part(program, more)
@@ -180,11 +191,11 @@ class _CppParts:
         rest = levels["lane"]
         look = [*self._read(program, looked, more), *self._statements([s for s in rest if s.result.name in looked])]
         look += [f"g_{m.result.name}[tile - group] = largest_of({m.arguments[0].name});" for m in maxima]
-        for i, (s, v) in enumerate(zip(self.what.loads, program.elements, strict=True)):
+        for i, (s, v) in enumerate(zip(self._sources(program), program.elements, strict=True)):
             if s.of == "tile":
                 there = f"full || tile * {self.what.tile} + {s.first} < count"
                 look.append(f"g_{v.name}[tile - group] = {there} ? *({self._address(f'in{i}', s, more)}) : 0;")
-        rooms = [v for s, v in zip(self.what.loads, program.elements, strict=True) if s.of == "tile"]
+        rooms = [v for s, v in zip(self._sources(program), program.elements, strict=True) if s.of == "tile"]
         rooms += [m.result for m in maxima]
         own = [_with_names(s, tile_level) for s in ours]
         shared = self._statements(own)
@@ -245,11 +256,9 @@ class _CppParts:
         values = [v.name for v in self.each.results]
         first = [f"{s} = {v};" for s, v in zip(sums, values, strict=True)]
         more = [f"{s} = {s} + {v};" for s, v in zip(sums, values, strict=True)]
-        own = [f"const f32 {v.name} = {s};" for s, v in zip(sums, self.finish.elements, strict=True)]
         there = " + message * message_stride"
         first_pass, next_pass = self._pass(self.each, first, there), self._pass(self.each, more, there)
-        self.printer.begin()
-        done = [*own, *self._statements(self.finish.statements), *self._write(self.finish.results)]
+        last_pass = self._pass(self.finish, self._write(self.finish.results))
         return [
             f"        f32 sums[{self.tiles}][{len(sums)}];",
             "        {",
@@ -259,7 +268,7 @@ class _CppParts:
             "        for (long message = 1; message < messages; message++) {",
             *next_pass,
             "        }",
-            *self._over_tiles(done, "begin", "end"),
+            *last_pass,
         ]
 
     def _raise(self) -> list[str]:
@@ -270,9 +279,9 @@ class _CppParts:
         ]
 
 
-def _levels(what: PartsFunction, program: Program) -> dict[str, list[Statement]]:
+def _levels(sources: Sequence[Stream], program: Program) -> dict[str, list[Statement]]:
     """The statements by what their results belong to: a part (of which there are numbers and loads), a tile, or each lane."""
-    level = {v.name: s.of for s, v in zip(what.loads, program.elements, strict=False)}
+    level = {v.name: s.of for s, v in zip(sources, program.elements, strict=True)}
     found: dict[str, list[Statement]] = {"part": [], "tile": [], "lane": []}
     for s in program.statements:
         read = {level.get(a.name, "part") for a in s.arguments if isinstance(a, Value)}

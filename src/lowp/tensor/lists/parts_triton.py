@@ -170,8 +170,8 @@ class _TritonParts:
         lines, indices = [], 0
         for s in program.statements:
             if s.operation == "index":
-                text = f"(tile * {self.what.tile} + {self.what.loads[indices].first} + lane).to(tl.int32)"
-                indices += 1
+                text = f"(tile * {self.what.tile} + {LANES * indices} + lane).to(tl.int32)"
+                indices += 1  # vectors of numbers are counted one after the other
             elif s.operation == "amax":
                 text = f"tl.max({s.arguments[0].name}, axis=1, keep_dims=True)"
             else:
@@ -213,6 +213,11 @@ class _TritonParts:
             *("    " + line for line in self._read(self.each, masked, "message * stride")),
             *("    " + line for line in self._statements(self.each)),
             *(f"    {s} = {s} + {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
+            *(
+                f"{s} = tl.where(tile * {self.what.tile} + {LANES * i} + lane < count, {s}, 0.0)"
+                for i, s in enumerate(sums)
+                if masked
+            ),
             *self._statements(self.finish),
             *self._write(self.finish.results, masked),
         ]
