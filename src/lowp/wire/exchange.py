@@ -22,6 +22,7 @@ from lowp.wire import scaling
 from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink
+from lowp.wire.messages import Messages
 from lowp.wire.part_kernels import measure_function
 from lowp.wire.plan import Bucket, Chunk, Layer, constants, cuts_for
 from lowp.wire.reductions.base import ChunkJob, Reduction, Steps
@@ -261,11 +262,17 @@ class BucketExchange:
             scheduler.add(Task(link.number, self._reduce(chunk, link), self._meter, steps=steps))
 
     def _reduce(self, chunk: Chunk, link: ChunkLink) -> Steps:
-        def unscale(peaks: Tensor) -> tuple[Tensor | None, int]:
-            units, factors = poisoned(self._usual, peaks, chunk), self._rules.factors
-            self._units.append(units)
-            self._peaks = largest_peaks(self._peaks, chunk, peaks, len(units))
-            return units if factors is None else units / factors, self._rest
+        def unscale(messages: Messages, buffer: Tensor, count: int, stride: int) -> tuple[Tensor | None, int]:
+            factors, found = self._rules.factors, None
+            if not chunk.remembers_peaks:
+                found = messages.units(buffer, chunk.owners(buffer.device), self._usual, factors, count, stride)
+            if found is None:
+                peaks = messages.peaks(buffer, count, stride)
+                units = poisoned(self._usual, peaks, chunk)
+                self._peaks = largest_peaks(self._peaks, chunk, peaks, len(units))
+                found = units if factors is None else units / factors
+            self._units.append(found)
+            return found, self._rest
 
         source, target = (x[chunk.start : chunk.stop] for x in (self._source, self._flat))
         direct = target.dtype != torch.float64

@@ -90,10 +90,14 @@ class CodecGroup:
             return maxima.amax(0).to(torch.uint8)
         every = source[None, :] if messages == 1 else source.as_strided((messages, length), (stride, 1))
         if not blocks:
-            found = every[:, self._constant("headers", (first for first, _ in self._header_spans), device)]
+            found = every[:, self.header_places(device)]
             return found[0] if messages == 1 else found.amax(0)
         spans = self._header_spans
         return torch.stack([every[:, first : first + count].amax() for first, count in spans])
+
+    def header_places(self, device: torch.device) -> Tensor:
+        """Where the first header byte of each part lies."""
+        return self._constant("headers", (first for first, _ in self._header_spans), device)
 
     @cached_property
     def _header_spans(self) -> list[tuple[int, int]]:
@@ -322,6 +326,21 @@ class Messages:
             assert noises is not None
             known.append(group.keys(noises, device))
         return known[0] if len(known) == 1 else torch.cat(known) if known else None
+
+    def units(
+        self, source: Tensor, owners: Tensor, usual: Tensor, factors: Tensor | None, messages: int, stride: int
+    ) -> Tensor | None:
+        """`usual / factors` of each layer, NaN where a part of it was not finite, in one launch; None where there is none."""
+        group = self.groups[0]
+        one_byte = len(self.groups) == 1 and group.codec.scale.kind in ("local", "none", "aps_delayed")
+        if source.device.type != "cuda" or not one_byte or kernels.kernel_info()["policy"] == "never":
+            return None
+        from lowp.tensor.lists.parts_triton import MOST_UNITS, units_of_layers
+
+        if max(self.parts, usual.numel()) > MOST_UNITS:
+            return None
+        headers = group.header_places(source.device)
+        return units_of_layers(source, headers, owners, usual, factors, messages, stride)
 
     def no_peaks(self, device: torch.device) -> Tensor:
         """Zeros for all parts, always the same memory: not to be written to."""

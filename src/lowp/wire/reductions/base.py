@@ -50,7 +50,8 @@ class Rooms:
 class ChunkJob:
     """One chunk on one rank: from `source`, a rank's gradients as they are, to `target`, which gets the sum.
 
-    `unscale` is given the peaks of all parts, and says by what each layer of the sum is to be multiplied, and divided.
+    `unscale` is given messages, the buffer where they are, how many there are and how far apart; it says by what each layer of
+    their sum is to be multiplied, and divided.
     """
 
     chunk: Chunk
@@ -58,7 +59,7 @@ class ChunkJob:
     target: Tensor
     rules: Rules
     link: ChunkLink
-    unscale: "Callable[[Tensor], tuple[Tensor | None, int]]" = lambda peaks: (None, 1)
+    unscale: "Callable[[Messages, Tensor, int, int], tuple[Tensor | None, int]]" = lambda *messages: (None, 1)
 
     @property
     def device(self) -> torch.device:
@@ -212,7 +213,7 @@ class ChunkJob:
 
     def finish(self, totals: Rooms) -> None:
         """Take the sum from the bytes that everybody gets."""
-        factors, divisor = self.unscale(totals.messages.peaks(totals.buffer))
+        factors, divisor = self.unscale(totals.messages, totals.buffer, 1, 0)
         with self.rules.timed("decode", self.device):
             totals.messages.decode(totals.buffer, self.target, factors, divisor)
 
@@ -222,13 +223,13 @@ class ChunkJob:
         rules, messages = self.rules, self.messages([0], Stage.ADDEND)
         if rules.adds_plainly(shard):
             flat = received.view(-1)
-            factors, divisor = self.unscale(messages.peaks(flat, len(received), messages.length))
+            factors, divisor = self.unscale(messages, flat, len(received), messages.length)
             with rules.timed("decode", self.device):
                 messages.decode(flat, self.target, factors, divisor, len(received), messages.length)
             return
         total = rules.fold_messages(received, shard, Stage.ADDEND, actors)
         rules.end(total, shard)
-        factors, divisor = self.unscale(total.peaks)
+        factors, divisor = self.unscale(messages, received.view(-1), len(received), messages.length)
         self.target.copy_(scaled(total.numbers, self.chunk, factors, divisor))
 
 
