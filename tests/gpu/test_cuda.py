@@ -5,11 +5,11 @@ make test-gpu
 
 import pytest
 import torch
-from lowp.tensor.flat import FlatFunction
 
 import lowp
 from lowp.formats import FORMATS, BlockFormat, Rounding, format
 from lowp.tensor.carrier import CARRIERS
+from lowp.tensor.lists import flat_triton
 
 # torch's compilers warn about themselves.
 pytestmark = [
@@ -127,22 +127,22 @@ def test_kernels_of_every_rounding(mode):
 
 
 def test_functions_of_flat_tensors():
-    """Numbers of several dtypes, a shift, a factor and a table."""
+    """Numbers of several dtypes, a shift (on the host, or on the device), a factor and a table."""
 
-    def function(codes, x, shift, factor, table):
-        found = table[(codes.to(torch.int32) + shift) & 0xF]
-        return (x.to(torch.float32) * factor) + found
+    def function(codes, x, numbers, scalars, tables):
+        found = tables[0][(codes.to(torch.int32) + numbers[0]) & 0xF]
+        return (x.to(torch.float32) * scalars[0]) + found
 
-    small = ((torch.int32, 1), (torch.float32, 1), (torch.float32, 16))
-    what = FlatFunction(function, (torch.uint8, torch.bfloat16), small, torch.float32)
     codes = torch.randint(0, 256, (ROW + 1003,), dtype=torch.uint8)
-    x, more = numbers(ROW + 1003, torch.bfloat16), [torch.tensor([3], dtype=torch.int32), torch.tensor([0.3]), torch.randn(16)]
-    lowp.set_kernel_policy("always")
+    x, shift, factor = numbers(ROW + 1003, torch.bfloat16), torch.tensor([3], dtype=torch.int32), torch.tensor([0.3])
+    table = torch.randn(16)
+    run = flat_triton.build(function, [torch.uint8, torch.bfloat16], torch.float32, 1, 1, [table.cuda()])
     for start in (0, 1):
-        out = torch.empty(ROW + 1003 - start, device="cuda")
-        what([codes[start:].cuda(), x[start:].cuda()], [tensor.cuda() for tensor in more], out)
-        assert_same(out, function(codes[start:], x[start:], *more))
-    lowp.set_kernel_policy("never")
+        want = function(codes[start:], x[start:], shift, factor, [table])
+        for own in (shift, shift.cuda()):
+            out = torch.empty(ROW + 1003 - start, device="cuda")
+            run([codes[start:].cuda(), x[start:].cuda()], out, own, factor.cuda(), [table.cuda()])
+            assert_same(out, want)
 
 
 def test_kernels_work_in_place_and_on_strides():

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowp
+from lowp.wire import compressor
 from lowp.wire.faults import ROLL_CALL_SECONDS
 
 TIMEOUT = 3.0  # of the group
@@ -362,7 +363,7 @@ def test_models_of_different_shapes():
 
 
 def versions(rank):
-    lowp.wire.compressor.__version__ = f"0.{rank}"
+    compressor.__version__ = f"0.{rank}"
     try:
         lowp.compress_gradients(DistributedDataParallel(nn.Linear(8, 8)), "e5m2")
     except ValueError as error:
