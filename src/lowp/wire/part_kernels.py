@@ -19,6 +19,8 @@ from torch import Tensor
 
 from lowp.formats import BlockFormat, Format
 from lowp.formats.floats import FP32
+from lowp.tensor import block_steps
+from lowp.tensor import grid as grids
 from lowp.tensor.block_programs import BlockProgram, block_program
 from lowp.tensor.carrier import F32
 from lowp.tensor.core import code_storage, decode_operation, encode_operation, quantize_operation
@@ -194,7 +196,9 @@ class _Encoder:
             extra.append(numbers[int(self._whole)].to(torch.int8))
         if self._blocks is not None:
             largest = numbers[int(self._local)] if self._whole else None
-            codes, more = _block_codes(self._blocks, self._shape, x, largest, unit)
+            # In C++ few elements are found by steps, which need a scale of the part that is not tiny: `local` sees to it.
+            by_steps = grids.in_vectors(x[0]) and block_steps.suits(self._blocks.fmt) and (self._local or not self._whole)
+            codes, more = _block_codes(self._blocks, self._shape, x, largest, unit, by_steps)
             extra += more
         else:
             if self._shape.block:
@@ -303,7 +307,7 @@ def _scaled_blocks(codec: Codec, shape: _TileShape, x: list[Tensor]) -> tuple[li
 
 
 def _block_codes(
-    program: BlockProgram, shape: _TileShape, x: list[Tensor], largest: Tensor | None, factor: Tensor | None
+    program: BlockProgram, shape: _TileShape, x: list[Tensor], largest: Tensor | None, factor: Tensor | None, by_steps: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Codes of a block format; the part's scale, where there is one, then the blocks'."""
     extra, tensor_scale = [], None
@@ -314,8 +318,13 @@ def _block_codes(
     codes = []
     for most, mine in _blocks_of(shape, x):
         scale = program.scale(most, tensor_scale)
-        inverse = program.inverse(scale, tensor_scale)
-        codes += [program.code(number, inverse) for number in mine]
+        if by_steps:
+            whole = [] if tensor_scale is None else [tensor_scale]
+            steps = block_steps.steps(program.fmt, program.scale_value(scale), whole, torch.float32)
+            codes += [block_steps.code(program, number, steps) for number in mine]
+        else:
+            inverse = program.inverse(scale, tensor_scale)
+            codes += [program.code(number, inverse) for number in mine]
         extra.append(scale.to(torch.int8))
     if not shape.packed:
         codes = [code.to(code_storage(shape.element)) for code in codes]
