@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import run
 
 from lowp.tensor.kernels import building, set_kernel_policy
 from lowp.wire.codec import codec_of
@@ -135,3 +136,40 @@ def test_more_kernels_give_the_same_bytes(policy, format, rounding, scale):
 def test_what_has_no_kernel_is_done_part_by_part(policy):
     for format, scale in (("topk:.1", "local"), ("e4m3fn", "block:24"), ("e4m3fn", "block:1024")):
         assert encode_function(codec_of(format, "nearest", scale), torch.float32) is None
+
+
+CASES = [  # with kernels that other tests here have built: format, settings
+    ("e5m2", {"scale": "aps", "reduction": "two_shot"}),
+    ("e4m3fn", {"scale": "local", "reduction": "one_shot"}),
+    ("e4m3fn", {"scale": "local", "reduction": "ring"}),
+    ("e2m1fn", {"scale": "block:32", "reduction": "hierarchical(2)"}),
+    ("mxfp4", {"scale": "local", "reduction": "two_shot"}),
+    ("nvfp4", {"scale": "none", "reduction": "tree"}),
+]
+
+
+def gradient_of(rank):
+    return numbers_of(sum(SIZES)).roll(13 * rank) * 0.5**rank
+
+
+def sums(rank):
+    """Of real ranks whose every operation is a kernel."""
+    import lowp
+
+    set_kernel_policy("always")
+    found = []
+    for format, settings in CASES:
+        x = gradient_of(rank)
+        lowp.all_reduce(x, format, **settings)
+        found.append(x)
+    return found
+
+
+def test_real_ranks_with_kernels_are_virtual_ones_without():
+    import lowp
+
+    real = run(sums, 3, timeout=240, group_timeout=200)
+    for number, (format, settings) in enumerate(CASES):
+        expected = lowp.VirtualWorld(3).all_reduce(gradient_of, format, **settings)
+        for rank in range(3):
+            assert torch.equal(real[rank][number].view(torch.int32), expected.view(torch.int32)), (format, settings, rank)
