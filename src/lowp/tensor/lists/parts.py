@@ -57,8 +57,8 @@ class PartsFunction:
     """`each(*loads, numbers, of_layer, tables)` gives the stores and then the maxima; or the addends, which `finish` takes.
 
     `numbers` are int32, `of_layer` float32 of the part's layer. `finish(*sums, numbers, of_layer, tables)` gives the stores and
-    then the maxima. Of a maximum (int32, not negative) there is a value for each vector: of the loads or, with `finish`, of the
-    stores. It is taken over all elements of a part.
+    then the maxima (int32, not negative): of each, a value for every vector, one maximum's after the other's. What is loaded
+    behind a part's end, and sums there, count as zeros.
     """
 
     each: Callable[..., Sequence[Tensor]]
@@ -70,13 +70,6 @@ class PartsFunction:
     tables: tuple[Table, ...] = ()
     maxima: int = 0
     finish: Callable[..., Sequence[Tensor]] | None = None
-
-    def masks(self, results: int) -> list[tuple[int, Stream]]:
-        """Of the results behind the stores: which maximum each is a value of, and the vector that it belongs to."""
-        values = results - len(self.stores)
-        vectors = self.loads if self.finish is None else self.stores
-        each = values // max(self.maxima, 1)
-        return [(i // each, vectors[i % each]) for i in range(values)]
 
     def trace(self, device: torch.device) -> tuple[Program, Program | None, list[Tensor]]:
         tables = [table.tensor(device) for table in self.tables]
@@ -149,11 +142,6 @@ class PartTable:
     @cached_property
     def columns(self) -> Tensor:
         return torch.tensor(self.rows, dtype=torch.int64).t().contiguous().to(self.device)
-
-    @cached_property
-    def layers(self) -> Tensor:
-        """The layer of each part."""
-        return self.columns[LAYER]
 
     @cached_property
     def alignment(self) -> int:

@@ -223,13 +223,10 @@ class _CppParts:
             else:
                 wanted = "tile == 0" if s.of == "part" else f"full || tile * {self.what.tile} + {s.first} < count"
                 lines.append(f"if ({wanted}) *({address}) = ({value})[0];")
-        masks = self.what.masks(len(results))
-        for (i, s), v in zip(masks, results[len(self.what.stores) :], strict=True):
-            value = self.printer.argument(v, torch.int32)
-            left = f"splat<i32>((int32_t)(count - (tile * {self.what.tile} + {s.first})))"
-            lanes = "LANE_NUMBERS" if s.of == "lane" else "i32{}"
-            lines.append(f"if constexpr (full) most{i} = larger(most{i}, {value});")
-            lines.append(f"else most{i} = larger(most{i}, {lanes} < {left} ? {value} : i32{{}});")
+        values = results[len(self.what.stores) :]
+        for i, v in enumerate(values):
+            most = f"most{i * self.what.maxima // len(values)}"
+            lines.append(f"{most} = larger({most}, {self.printer.argument(v, torch.int32)});")
         return lines
 
     def _simple(self) -> list[str]:

@@ -189,12 +189,11 @@ class _TritonParts:
             value = f"{v.name}.to({_STORED[s.dtype]})" if v.dtype != s.dtype else v.name
             mask = f", mask={self._mask(s)}" if masked else ""
             lines.append(f"tl.store(out{i}{self._place(s)}, {value}{mask})")
-        found: dict[int, list[str]] = {}
-        for (i, s), v in zip(self.what.masks(len(results)), results[len(self.what.stores) :], strict=True):
-            found.setdefault(i, []).append(f"tl.where({self._mask(s)}, {v.name}, 0)" if masked else v.name)
-        for i, values in found.items():
-            lines.append(f"most = {values[0]}")
-            lines += [f"most = tl.maximum(most, {value})" for value in values[1:]]
+        values = [v.name for v in results[len(self.what.stores) :]]
+        each = len(values) // max(self.what.maxima, 1)
+        for i in range(self.what.maxima):
+            lines.append(f"most = {values[i * each]}")
+            lines += [f"most = tl.maximum(most, {value})" for value in values[i * each + 1 : (i + 1) * each]]
             lines.append(f"tl.atomic_max(maxima + {i} * parts + part, tl.max(tl.max(most, axis=1), axis=0))")
         return lines
 

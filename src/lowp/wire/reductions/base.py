@@ -42,9 +42,6 @@ class Rooms:
     def rows(self) -> Tensor:
         return self.buffer.view(len(self.lengths), -1)
 
-    def views(self) -> dict[int, Tensor]:
-        return {index: self[index] for index in self.numbers}
-
 
 @dataclass
 class ChunkJob:
