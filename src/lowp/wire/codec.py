@@ -28,13 +28,13 @@ from lowp.formats import AnyFormat, BlockFormat, Format, Rounding, reference
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.tensor.block import BlockCodes
+from lowp.tensor.lists.parts import LANES
 from lowp.tensor.noise import Noise
 from lowp.tensor.ops import decode, encode, quantize
 from lowp.tensor.packing import group
 from lowp.wire import scaling
 from lowp.wire.scaling import Scale, scale_of
 
-LANES = 16
 _PIECE = 1 << 16  # elements; an index of a kept number is counted in pieces of this length and takes two bytes
 
 

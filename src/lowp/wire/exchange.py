@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.tensor import kernels
 from lowp.tensor.lists.parts import PartTable
 from lowp.tensor.noise import Domain
 from lowp.wire import scaling
@@ -23,7 +22,7 @@ from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.feedback import Feedback
 from lowp.wire.link import ChunkLink, GroupLink
 from lowp.wire.messages import Messages
-from lowp.wire.part_kernels import measure_function
+from lowp.wire.part_kernels import measure
 from lowp.wire.plan import Bucket, Chunk, Layer, constants, cuts_for
 from lowp.wire.reductions.base import ChunkJob, Reduction, Steps
 from lowp.wire.report import Meter
@@ -94,8 +93,8 @@ class SharedScales:
         if kind not in self._bucket.tables:
             rows = [(self._layers[i].size, i, self._bucket.begins[i]) for i in self._now]
             self._bucket.tables[kind] = PartTable(rows, flat.device)
-        maxima = largest_of_parts(flat, self._bucket.tables[kind])
-        self.bounds = scaling.bound_bytes(maxima.view(torch.float32), self._world)
+        maxima = measure(flat, self._bucket.tables[kind], (True, False))
+        self.bounds = scaling.bound_bytes(maxima[0].view(torch.float32), self._world)
         return self.bounds
 
     def factors(self) -> Tensor | None:
@@ -134,22 +133,6 @@ class SharedScales:
             return torch.where(self.bounds == NONFINITE, math.nan, usual)
         places = constants(tuple(self._now), torch.int64, self._device)
         return usual.index_add(0, places, torch.where(self.bounds == NONFINITE, math.nan, 0.0))
-
-
-def largest_of_parts(flat: Tensor, table: PartTable) -> Tensor:
-    """The largest magnitude of each part, as bits of float32. (float64 is rounded to float32 first.)"""
-    numbers = flat if flat.dtype != torch.float64 else flat.to(torch.float32)
-    maxima = torch.zeros(1, table.parts, dtype=torch.int32, device=flat.device)
-    function = measure_function(numbers.dtype, (True, False))
-    kernel = function.kernel(flat.device, table.elements if flat.device.type == "cpu" else kernels.SMALL)
-    if kernel is not None:
-        kernel(numbers, None, table, maxima=maxima)
-        return maxima[0]
-    for part, (count, _, start) in enumerate(table.rows):
-        if count:
-            own = scaling.largest(numbers[start : start + count]).to(torch.float32)
-            maxima[0, part] = own.view(torch.int32) & 0x7FFFFFFF
-    return maxima[0]
 
 
 def poisoned(units: Tensor, peaks: Tensor, chunk: Chunk) -> Tensor:

@@ -16,14 +16,7 @@ from lowp.tensor import kernels
 from lowp.tensor.lists.parts import PartsFunction, PartsKernel, PartTable
 from lowp.tensor.noise import Domain, Noise, key_columns, words_of
 from lowp.wire.codec import Codec, PartLayout
-from lowp.wire.part_kernels import (
-    decode_function,
-    encode_function,
-    fold_function,
-    measure_function,
-    peaks_function,
-    round_function,
-)
+from lowp.wire.part_kernels import decode_function, encode_function, fold_function, measure, peaks_function, round_function
 from lowp.wire.plan import Part, Shard
 
 Noises = Callable[[Part], Noise]
@@ -104,10 +97,6 @@ class CodecGroup:
         codec = self.codec
         return [(s.begin + PartLayout.of(codec, s.part.size).header, codec.header_bytes(s.part.size)) for s in self.segments]
 
-    @cached_property
-    def elements(self) -> int:
-        return sum(segment.part.size for segment in self.segments)
-
     def function(self, kind: str, *arguments: Any) -> PartsFunction | None:
         """Found again without a look at all of a codec."""
         if (kind, arguments) not in self._functions:
@@ -119,21 +108,11 @@ class CodecGroup:
         return {}
 
     def kernel(self, function: PartsFunction | None, device: torch.device) -> PartsKernel | None:
-        if function is None or not self.segments or device.type == "meta":
-            return None
-        # Plain operations are for a CPU and few numbers. Elsewhere each would be a launch.
-        return function.kernel(device, self.elements if device.type == "cpu" else kernels.SMALL)
+        return None if function is None or device.type == "meta" else function.kernel(self.table(device))
 
     def measure(self, numbers: Tensor, kinds: tuple[bool, bool]) -> Tensor | None:
         """The largest magnitudes of the parts, and (or) the largest finite ones; None if nothing is asked for."""
-        if not any(kinds):
-            return None
-        kernel = self.kernel(measure_function(numbers.dtype, kinds), numbers.device)
-        if kernel is None:
-            return torch.stack([_measured(numbers[s.start : s.start + s.part.size], kinds) for s in self.segments], 1)
-        maxima = torch.zeros(sum(kinds), len(self.segments), dtype=torch.int32, device=numbers.device)
-        kernel(numbers, None, self.table(numbers.device), maxima=maxima)
-        return maxima
+        return measure(numbers, self.table(numbers.device), kinds) if any(kinds) else None
 
     def keys(self, noises: Noises, device: torch.device) -> Tensor:
         """The keys of the parts' noise, int32 [KEY_SIZE, parts]."""
@@ -272,14 +251,12 @@ class Messages:
             kinds = (False, False) if wanted is None else wanted(group.codec)
             function = group.function("decode", out.dtype, kinds, divisor != 1)
             kernel = group.kernel(function, device)
-            maxima = torch.zeros(sum(kinds), len(group.segments), dtype=torch.int32, device=device) if any(kinds) else None
-            found.append(maxima)
             if kernel is None:
                 self._decode_plainly(group, source, out, factors, divisor, messages, stride)
-                if maxima is not None:
-                    measured = [_measured(out[s.start : s.start + s.part.size], kinds) for s in group.segments]
-                    maxima.copy_(torch.stack(measured, 1))
+                found.append(group.measure(out, kinds))
                 continue
+            maxima = torch.zeros(sum(kinds), len(group.segments), dtype=torch.int32, device=device) if any(kinds) else None
+            found.append(maxima)
             of_layers = self._of_layers(factors, device)
             if divisor != 1:
                 of_layers = torch.cat([of_layers, torch.full_like(of_layers, divisor)])
@@ -375,11 +352,3 @@ class Messages:
             keys = group.keys(noises, device) if group.codec.stochastic and noises is not None else None
             kernel(numbers, numbers, group.table(device), keys)
         return numbers
-
-
-def _measured(numbers: Tensor, kinds: tuple[bool, bool]) -> Tensor:
-    """The same without a kernel, of one part."""
-    magnitude = numbers.to(torch.float32).view(torch.int32) & 0x7FFFFFFF
-    finite = torch.where(magnitude < 0x7F800000, magnitude, torch.zeros_like(magnitude))
-    asked = [each for each, wants in zip((magnitude, finite), kinds, strict=True) if wants]
-    return torch.stack([each.amax() if each.numel() else each.new_zeros(()) for each in asked])

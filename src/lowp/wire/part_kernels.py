@@ -3,148 +3,26 @@
 - measure: the largest magnitude of each part;
 - encode: numbers times their layer's factor, scaled, rounded, packed; headers;
 - decode: what one message says, or the sum of what several say, in the order of ranks; times a factor, divided;
+- fold: messages to the message of their sum, where nothing must be known of all of the sum first;
 - round: numbers as sending and receiving would make them, in place.
 
 A codec that has no kernel (top-k; blocks that are no multiple of 16) is worked on part by part, by the codec's own operations,
 as is everything where no kernel can be compiled. The bytes are the same.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
-from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowp.formats import BlockFormat, Format
-from lowp.formats.floats import FP32
-from lowp.tensor import block_steps
-from lowp.tensor import grid as grids
-from lowp.tensor.block_programs import BlockProgram, block_program
-from lowp.tensor.carrier import F32
-from lowp.tensor.core import code_storage, decode_operation, encode_operation, quantize_operation
-from lowp.tensor.lists.parts import LANES, LAYER, PartsFunction, Stream
+from lowp.tensor.core import quantize_operation
+from lowp.tensor.lists.parts import COUNT, LANES, PartsFunction, PartTable
 from lowp.tensor.noise import KEY_SIZE
-from lowp.tensor.packing import group
-from lowp.tensor.table import Table
-from lowp.wire import scaling
-from lowp.wire.codec import Codec, placed_bits
+from lowp.wire.codec import Codec
+from lowp.wire.tiles import HEADER, NUMBERS, Decoder, Encoder, magnitudes, of_blocks, shape_of, vectors_of_numbers
 
-NUMBERS, PAYLOAD, HIGH, SCALES, TENSOR_SCALE, HEADER = range(LAYER + 1, LAYER + 7)  # columns of the tables
-LONGEST_BLOCK = 512  # elements: a tile has all of a block
-_MEASURED = 4 * LANES
-
-
-class _TileShape(NamedTuple):
-    """How a codec's tile looks: its elements; the block that shares a scale (0: none); the packed bits (0: whole bytes)."""
-
-    element: Format
-    tile: int
-    block: int
-    packed: int
-
-    @property
-    def vectors(self) -> range:
-        return range(self.tile // LANES)
-
-
-@lru_cache(maxsize=1024)
-def _shape(codec: Codec) -> _TileShape | None:
-    """None where there is no kernel."""
-    fmt = codec.format
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    block = fmt.size if isinstance(fmt, BlockFormat) else codec.scale.block
-    if codec.keep < 1 or (isinstance(fmt, BlockFormat) and (codec.scale.block or fmt.scale.bits > 8)):
-        return None
-    if block % LANES or block > LONGEST_BLOCK:
-        return None
-    if isinstance(fmt, BlockFormat) and _block_program(codec) is None:  # only integers of 64 bits will do
-        return None
-    packed = element.bits % 8
-    codes = group(packed)[0] if packed else 1
-    return _TileShape(element, lcm(LANES * codes, block or LANES), block, packed)
-
-
-def _block_program(codec: Codec) -> BlockProgram | None:
-    return block_program(codec.format, codec.rounding) if isinstance(codec.format, BlockFormat) else None
-
-
-def _numbers(shape: _TileShape, dtype: torch.dtype) -> tuple[Stream, ...]:
-    return tuple(Stream(dtype, NUMBERS, shape.tile, LANES * v, LANES * v, unit=dtype.itemsize) for v in shape.vectors)
-
-
-def _codes(shape: _TileShape) -> tuple[Stream, ...]:
-    """Where a tile's codes lie: whole bytes of each vector, then the packed bits of each group."""
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(shape.element.bits // 8)
-    found = []
-    if whole is not None:
-        found += [Stream(whole, PAYLOAD, shape.tile, LANES * v, LANES * v) for v in shape.vectors]
-    if shape.packed:
-        per_group, width = group(shape.packed)
-        groups, column = shape.tile // (per_group * LANES), PAYLOAD if whole is None else HIGH
-        found += [
-            Stream(torch.int8, column, groups * width * LANES, (g * width + byte) * LANES, g * per_group * LANES, padded=True)
-            for g in range(groups)
-            for byte in range(width)
-        ]
-    return tuple(found)
-
-
-def _of_blocks(shape: _TileShape, column: int) -> tuple[Stream, ...]:
-    blocks = shape.tile // shape.block
-    return tuple(Stream(torch.int8, column, blocks, b, b * shape.block, of="tile") for b in range(blocks))
-
-
-def _packed(codes: list[Tensor], bits: int) -> list[Tensor]:
-    """Vectors of int32 codes as the bytes of their groups."""
-    per_group, width = group(bits)
-    found = []
-    for first in range(0, len(codes), per_group):
-        pieces: list[Tensor | None] = [None] * width
-        for byte, vector, shift in placed_bits(bits):
-            code = codes[first + vector] & ((1 << bits) - 1)
-            code = code << shift if shift >= 0 else code >> -shift
-            before = pieces[byte]
-            pieces[byte] = code if before is None else before | code
-        found += [piece.to(torch.int8) for piece in pieces if piece is not None]
-    return found
-
-
-def _unpacked(stored: Sequence[Tensor], bits: int) -> list[Tensor]:
-    per_group, width = group(bits)
-    found = []
-    for first in range(0, len(stored), width):
-        pieces: list[Tensor | None] = [None] * per_group
-        for byte, vector, shift in placed_bits(bits):
-            code = stored[first + byte].to(torch.int32) & 0xFF
-            code = code >> shift if shift >= 0 else code << -shift
-            before = pieces[vector]
-            pieces[vector] = code if before is None else before | code
-        found += [piece & ((1 << bits) - 1) for piece in pieces if piece is not None]
-    return found
-
-
-def _magnitude(numbers: Tensor) -> Tensor:
-    return numbers.view(torch.int32) & F32.magnitude
-
-
-def _finite(magnitude: Tensor) -> Tensor:
-    return torch.where(magnitude < F32.infinity, magnitude, torch.zeros_like(magnitude))
-
-
-def _magnitudes(numbers: Sequence[Tensor], wanted: tuple[bool, bool]) -> list[Tensor]:
-    """Of each vector, as bits: magnitudes; then finite ones, with zero for the others."""
-    kinds = [kind for kind, wants in zip((_magnitude, lambda x: _finite(_magnitude(x))), wanted, strict=True) if wants]
-    return [kind(number) for kind in kinds for number in numbers]
-
-
-def _largest(vectors: Sequence[Tensor]) -> Tensor:
-    """Lane by lane."""
-    most = vectors[0]
-    for more in vectors[1:]:
-        most = torch.maximum(most, more)
-    return most
+_PLAIN_TILE = 4 * LANES  # where no codec asks for another
 
 
 @lru_cache(maxsize=64)
@@ -153,61 +31,23 @@ def measure_function(dtype: torch.dtype, wanted: tuple[bool, bool]) -> PartsFunc
 
     def each(*arguments: Any) -> list[Tensor]:
         *numbers, _, _, _ = arguments
-        return _magnitudes([x.to(torch.float32) for x in numbers], wanted)
+        return magnitudes([x.to(torch.float32) for x in numbers], wanted)
 
-    vectors = range(_MEASURED // LANES)
-    loads = tuple(Stream(dtype, NUMBERS, _MEASURED, LANES * v, LANES * v, unit=dtype.itemsize) for v in vectors)
-    return PartsFunction(each, loads, (), _MEASURED, maxima=sum(wanted))
+    return PartsFunction(each, vectors_of_numbers(dtype, _PLAIN_TILE), (), _PLAIN_TILE, maxima=sum(wanted))
 
 
-class _Encoder:
-    """From vectors of float32 numbers to what is stored: the bytes of codes, then headers and scales."""
-
-    def __init__(self, codec: Codec, shape: _TileShape) -> None:
-        self._codec, self._shape = codec, shape
-        self._local, self._whole = codec.measures
-        self._first_key = self._local + self._whole + codec.sends_peaks
-        self._blocks = _block_program(codec)
-        self._code = _Coder(shape.element, codec.rounding) if self._blocks is None else None
-        self.numbers = self._first_key + (KEY_SIZE if codec.stochastic else 0)
-        self.tables: tuple[Table, ...] = () if self._code is None else self._code.tables
-
-    @property
-    def streams(self) -> tuple[Stream, ...]:
-        stores = [*_codes(self._shape)]
-        if self._local or self._codec.sends_peaks:
-            stores.append(Stream(torch.int8, HEADER, of="part"))
-        if self._whole:
-            stores.append(Stream(torch.int32, TENSOR_SCALE, of="part"))
-        if self._shape.block:
-            stores += _of_blocks(self._shape, HEADER if self._blocks is None else SCALES)
-        return tuple(stores)
-
-    def __call__(self, x: list[Tensor], numbers: Tensor, tables: Any, unit: Tensor | None = None) -> list[Tensor]:
-        """`unit` is by what the numbers were multiplied since their largest was found."""
-        codec, extra = self._codec, []
-        if self._local:
-            byte = scaling.fitting_numbers(numbers[0].view(torch.float32), codec.format)
-            factor = scaling.power_of_two(scaling.shifts_of(byte))
-            x = [number * factor for number in x]
-            unit = factor if unit is None else unit * factor
-            extra.append(byte.to(torch.int8))
-        elif codec.sends_peaks:
-            extra.append(numbers[int(self._whole)].to(torch.int8))
-        if self._blocks is not None:
-            largest = numbers[int(self._local)] if self._whole else None
-            # In C++ few elements are found by steps, which need a scale of the part that is not tiny: `local` sees to it.
-            by_steps = grids.in_vectors(x[0]) and block_steps.suits(self._blocks.fmt) and (self._local or not self._whole)
-            codes, more = _block_codes(self._blocks, self._shape, x, largest, unit, by_steps)
-            extra += more
-        else:
-            if self._shape.block:
-                x, headers = _scaled_blocks(codec, self._shape, x)
-                extra += headers
-            key: Any = [numbers[self._first_key + i] for i in range(KEY_SIZE)] if codec.stochastic else None
-            assert self._code is not None
-            codes = [self._code(number, key, tables) for number in x]
-        return [*_stored(codes, self._shape), *extra]
+def measure(numbers: Tensor, table: PartTable, wanted: tuple[bool, bool]) -> Tensor:
+    """What `measure_function` finds in the parts of a table: int32 [wanted, parts]."""
+    maxima = torch.zeros(sum(wanted), table.parts, dtype=torch.int32, device=numbers.device)
+    kernel = measure_function(numbers.dtype, wanted).kernel(table)
+    if kernel is not None:
+        kernel(numbers, None, table, maxima=maxima)
+        return maxima
+    for part, row in enumerate(table.rows):
+        own = numbers[row[NUMBERS] : row[NUMBERS] + row[COUNT]].to(torch.float32)
+        if own.numel():
+            maxima[:, part] = torch.stack([each.amax() for each in magnitudes([own], wanted)])
+    return maxima
 
 
 @lru_cache(maxsize=1024)
@@ -216,17 +56,19 @@ def encode_function(codec: Codec, dtype: torch.dtype) -> PartsFunction | None:
 
     Of its layer: by which factor its numbers are multiplied first.
     """
-    shape = _shape(codec)
+    shape = shape_of(codec)
     if shape is None:
         return None
-    encoder = _Encoder(codec, shape)
+    encoder = Encoder(codec, shape)
 
     def each(*arguments: Any) -> list[Tensor]:
         *sources, numbers, of_layer, tables = arguments
         x = [source.to(torch.float32) * of_layer[0] for source in sources]
         return encoder(x, numbers, tables, of_layer[0])
 
-    return PartsFunction(each, _numbers(shape, dtype), encoder.streams, shape.tile, encoder.numbers, 1, encoder.tables)
+    return PartsFunction(
+        each, vectors_of_numbers(dtype, shape.tile), encoder.streams, shape.tile, encoder.numbers, 1, encoder.tables
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -235,10 +77,10 @@ def fold_function(codec: Codec) -> PartsFunction | None:
 
     Not for codecs that must see all of a sum before they encode it.
     """
-    shape = _shape(codec)
+    shape = shape_of(codec)
     if shape is None or any(codec.measures):
         return None
-    encoder, decoder = _Encoder(codec, shape), _Decoder(codec, shape)
+    encoder, decoder = Encoder(codec, shape), Decoder(codec, shape)
 
     def each(*arguments: Any) -> list[Tensor]:
         *read, _, _, tables = arguments
@@ -249,92 +91,13 @@ def fold_function(codec: Codec) -> PartsFunction | None:
         return encoder(sums, numbers, tables[: len(encoder.tables)])
 
     tables = (*encoder.tables, *decoder.tables)
-    streams = encoder.streams
-    return PartsFunction(each, decoder.streams, streams, shape.tile, encoder.numbers, 0, tables, finish=finish)
-
-
-def _stored(codes: list[Tensor], shape: _TileShape) -> list[Tensor]:
-    """Vectors of int32 codes as `_codes` has them."""
-    if not shape.packed:
-        return codes
-    if shape.element.bits < 8:
-        return _packed(codes, shape.packed)
-    return [*((code & 0xFF).to(torch.int8) for code in codes), *_packed([code >> 8 for code in codes], shape.packed)]
-
-
-class _Coder:
-    """From a float32 number to its code; what is too large saturates, and NaN is zero where the format has none."""
-
-    def __init__(self, fmt: Format, rounding: str) -> None:
-        self._fmt = fmt
-        self._operation = None if fmt == FP32 else encode_operation(fmt, torch.float32, rounding, True, "zero")
-        self.tables: tuple[Table, ...] = () if self._operation is None else self._operation.tables
-        self._whole = fmt.bits % 8 == 0
-
-    def __call__(self, number: Tensor, key: Tensor | None, tables: Any) -> Tensor:
-        bits = number.view(torch.int32)
-        if self._operation is None:
-            return bits
-        code = self._operation(bits, tables, key)
-        return code if self._whole else code.to(torch.int32)
-
-
-def _blocks_of(shape: _TileShape, vectors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """The largest finite magnitude of each block (float32), and its vectors."""
-    step = shape.block // LANES
-    found = []
-    for first in range(0, len(vectors), step):
-        mine = list(vectors[first : first + step])
-        most = _largest(_magnitudes(mine, (False, True)))
-        found.append((most.view(torch.float32).amax(-1, keepdim=True), mine))
-    return found
-
-
-def _scaled_blocks(codec: Codec, shape: _TileShape, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Numbers in units of their block's scale, and the blocks' header bytes. (A block that is not finite says so: 255.)"""
-    scaled, headers = [], []
-    step = shape.block // LANES
-    for first in range(0, len(x), step):
-        mine = x[first : first + step]
-        most = _largest(_magnitudes(mine, (True, False))).view(torch.float32)
-        # NaN would be lost in a maximum of floats: what is not finite counts as infinity.
-        most = torch.where(most.view(torch.int32) < F32.infinity, most, torch.full_like(most, float("inf")))
-        byte = scaling.fitting_numbers(most.amax(-1, keepdim=True), codec.format)
-        factor = scaling.power_of_two(scaling.shifts_of(byte))
-        scaled += [number * factor for number in mine]
-        headers.append(byte.to(torch.int8))
-    return scaled, headers
-
-
-def _block_codes(
-    program: BlockProgram, shape: _TileShape, x: list[Tensor], largest: Tensor | None, factor: Tensor | None, by_steps: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Codes of a block format; the part's scale, where there is one, then the blocks'."""
-    extra, tensor_scale = [], None
-    if largest is not None:
-        most = largest.view(torch.float32)
-        tensor_scale = program.tensor_scale(most if factor is None else most * factor)
-        extra.append(tensor_scale.view(torch.int32))
-    codes = []
-    for most, mine in _blocks_of(shape, x):
-        scale = program.scale(most, tensor_scale)
-        if by_steps:
-            whole = [] if tensor_scale is None else [tensor_scale]
-            steps = block_steps.steps(program.fmt, program.scale_value(scale), whole, torch.float32)
-            codes += [block_steps.code(program, number, steps) for number in mine]
-        else:
-            inverse = program.inverse(scale, tensor_scale)
-            codes += [program.code(number, inverse) for number in mine]
-        extra.append(scale.to(torch.int8))
-    if not shape.packed:
-        codes = [code.to(code_storage(shape.element)) for code in codes]
-    return codes, extra
+    return PartsFunction(each, decoder.streams, encoder.streams, shape.tile, encoder.numbers, 0, tables, finish=finish)
 
 
 @lru_cache(maxsize=256)
 def peaks_function(codec: Codec) -> PartsFunction | None:
     """The largest header byte of each part, for codecs that have one a block."""
-    shape = _shape(codec)
+    shape = shape_of(codec)
     if shape is None:
         return None
 
@@ -342,7 +105,7 @@ def peaks_function(codec: Codec) -> PartsFunction | None:
         *headers, _, _, _ = arguments
         return [header.to(torch.int32) & 0xFF for header in headers]
 
-    return PartsFunction(each, _of_blocks(shape, HEADER), (), shape.tile, maxima=1)
+    return PartsFunction(each, of_blocks(shape, HEADER), (), shape.tile, maxima=1)
 
 
 @lru_cache(maxsize=1024)
@@ -353,10 +116,10 @@ def decode_function(
 
     `wanted` are maxima of these sums, as for `measure_function`.
     """
-    shape = _shape(codec)
+    shape = shape_of(codec)
     if shape is None:
         return None
-    decoder = _Decoder(codec, shape)
+    decoder = Decoder(codec, shape)
 
     def each(*arguments: Any) -> list[Tensor]:
         *read, _, _, tables = arguments
@@ -367,12 +130,12 @@ def decode_function(
         found = [number * of_layer[0] for number in sums]
         if divides:
             found = [number / of_layer[1] for number in found]
-        return [*(number.to(dtype) for number in found), *_magnitudes(found, wanted)]
+        return [*(number.to(dtype) for number in found), *magnitudes(found, wanted)]
 
     return PartsFunction(
         each,
         decoder.streams,
-        _numbers(shape, dtype),
+        vectors_of_numbers(dtype, shape.tile),
         shape.tile,
         0,
         1 + divides,
@@ -380,72 +143,6 @@ def decode_function(
         sum(wanted),
         finish,
     )
-
-
-class _Decoder:
-    """From what is stored to vectors of float32 numbers."""
-
-    def __init__(self, codec: Codec, shape: _TileShape) -> None:
-        self._shape = shape
-        self._local, self._whole = codec.measures
-        self._blocks = _block_program(codec)
-        self._value = _Values(shape.element) if self._blocks is None else None
-        self.tables: tuple[Table, ...] = () if self._value is None else self._value.tables
-
-    @property
-    def streams(self) -> tuple[Stream, ...]:
-        loads = [*_codes(self._shape)]
-        if self._local:
-            loads.append(Stream(torch.int8, HEADER, of="part"))
-        if self._whole:
-            loads.append(Stream(torch.float32, TENSOR_SCALE, of="part"))
-        if self._shape.block:
-            loads += _of_blocks(self._shape, HEADER if self._blocks is None else SCALES)
-        return tuple(loads)
-
-    def __call__(self, read: Sequence[Tensor], tables: Any) -> list[Tensor]:
-        shape = self._shape
-        codes = len(_codes(shape))
-        rest = list(read[codes:])
-        unit = scaling.units_of(rest.pop(0).to(torch.int32) & 0xFF) if self._local else None
-        tensor_scale = rest.pop(0) if self._whole else None
-        vectors = _loaded(read[:codes], shape)
-        if self._blocks is not None:
-            step = shape.block // LANES
-            units = [self._blocks.unit(scale.to(torch.int32) & 0xFF, tensor_scale) for scale in rest]
-            found = [self._blocks.value(code.to(torch.int32), units[v // step]) for v, code in enumerate(vectors)]
-        else:
-            assert self._value is not None
-            found = [self._value(code, tables) for code in vectors]
-            if shape.block:
-                step = shape.block // LANES
-                units = [scaling.units_of(byte.to(torch.int32) & 0xFF) for byte in rest]
-                found = [number * units[v // step] for v, number in enumerate(found)]
-        return found if unit is None else [number * unit for number in found]
-
-
-def _loaded(stored: Sequence[Tensor], shape: _TileShape) -> list[Tensor]:
-    if not shape.packed:
-        return list(stored)
-    if shape.element.bits < 8:
-        return _unpacked(stored, shape.packed)
-    vectors = len(shape.vectors)
-    high = _unpacked(stored[vectors:], shape.packed)
-    return [(low.to(torch.int32) & 0xFF) | (more << 8) for low, more in zip(stored[:vectors], high, strict=True)]
-
-
-class _Values:
-    """From a code to the float32 number that it stands for."""
-
-    def __init__(self, fmt: Format) -> None:
-        self._operation = None if fmt == FP32 else decode_operation(fmt, torch.float32)
-        self._storage = code_storage(fmt)
-        self.tables: tuple[Table, ...] = () if self._operation is None else self._operation.tables
-
-    def __call__(self, code: Tensor, tables: Any) -> Tensor:
-        if self._operation is None:
-            return code.view(torch.float32)
-        return self._operation(code.to(self._storage), tables).view(torch.float32)
 
 
 @lru_cache(maxsize=256)
@@ -460,8 +157,8 @@ def round_function(codec: Codec) -> PartsFunction:
         key = numbers if codec.stochastic else None
         return [operation(x, tables, key) for x in read]
 
-    streams = tuple(Stream(torch.int32, NUMBERS, _MEASURED, LANES * v, LANES * v, unit=4) for v in range(_MEASURED // LANES))
-    return PartsFunction(each, streams, streams, _MEASURED, KEY_SIZE if codec.stochastic else 0, tables=operation.tables)
+    streams = vectors_of_numbers(torch.int32, _PLAIN_TILE)
+    return PartsFunction(each, streams, streams, _PLAIN_TILE, KEY_SIZE if codec.stochastic else 0, tables=operation.tables)
 
 
 @lru_cache(maxsize=16)
@@ -473,8 +170,5 @@ def scale_function(dtype: torch.dtype, divides: bool) -> PartsFunction:
         found = [x.to(torch.float32) * of_layer[0] for x in read]
         return [number / of_layer[1] for number in found] if divides else found
 
-    def streams(kind: torch.dtype) -> tuple[Stream, ...]:
-        vectors = range(_MEASURED // LANES)
-        return tuple(Stream(kind, NUMBERS, _MEASURED, LANES * v, LANES * v, unit=kind.itemsize) for v in vectors)
-
-    return PartsFunction(each, streams(dtype), streams(torch.float32), _MEASURED, 0, 1 + divides)
+    loads, stores = (vectors_of_numbers(kind, _PLAIN_TILE) for kind in (dtype, torch.float32))
+    return PartsFunction(each, loads, stores, _PLAIN_TILE, 0, 1 + divides)

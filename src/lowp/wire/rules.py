@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat
 from lowp.formats.floats import FP32
+from lowp.tensor.carrier import F32
 from lowp.tensor.noise import Domain, Noise
 from lowp.wire.codec import Codec, partial_codec, total_codec
 from lowp.wire.feedback import Feedback
@@ -153,7 +154,7 @@ class Rules:
         peaks = load.peaks.clone()
         for group, found in zip(messages.groups, maxima, strict=True):
             if overflow_unseen(group.codec) and found is not None:
-                bad = torch.where(found[0] >= 0x7F800000, NONFINITE, 0).to(torch.uint8)
+                bad = torch.where(found[0] >= F32.infinity, NONFINITE, 0).to(torch.uint8)
                 peaks.scatter_reduce_(0, group.indices(peaks.device), bad, "amax")
         return replace(load, peaks=peaks)
 

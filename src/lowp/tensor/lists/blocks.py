@@ -19,7 +19,6 @@ import torch
 from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.lists.tracing import Program, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
@@ -81,13 +80,7 @@ INLINE i8 load_packed(const uint8_t* p, long count) {
 
 def build(operation: BlockOperation) -> Callable[..., int]:
     """Compile an operation for a CPU: see `_BlockSource.text` for the arguments of the result."""
-    text = _BlockSource(operation).text()
-    try:
-        run = cpp.build(text, _ARGUMENTS, ["-fopenmp"])
-    except UnsafeCache:
-        raise
-    except (RuntimeError, OSError):  # no OpenMP: to compile with, or to load
-        run = cpp.build(text, _ARGUMENTS)
+    run = cpp.build_parallel(_BlockSource(operation).text(), _ARGUMENTS)
     run.restype = ctypes.c_int
     return run
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.lists.tracing import Element, Program, fused, in_words, trace
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
@@ -51,12 +50,7 @@ def build(
     program = fused(program) if exact_products else program
     text = _source(in_words(program, words) if words else program, sized, out, [table.dtype for table in tables])
     arguments = (*[ctypes.c_void_p] * (len(sized) + 3 + len(tables)), ctypes.c_long, ctypes.c_long)
-    try:
-        return _CppFlatKernel(cpp.build(text, arguments, ["-fopenmp"]))
-    except UnsafeCache:
-        raise
-    except (RuntimeError, OSError):  # no OpenMP: to compile with, or to load
-        return _CppFlatKernel(cpp.build(text, arguments))
+    return _CppFlatKernel(cpp.build_parallel(text, arguments))
 
 
 class _CppFlatKernel:

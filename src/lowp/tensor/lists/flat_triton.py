@@ -17,7 +17,6 @@ from torch import Tensor
 from lowp.tensor.lists import triton
 from lowp.tensor.lists.tracing import Element, Program, fused, trace
 
-IMPORTS = ("import triton", "import triton.language as tl", "from triton.language.extra.cuda import libdevice", "", "")
 TILE = 1024  # elements of a program
 WARPS = 4
 MOST = 1 << 30  # elements of a launch: 32-bit indices
@@ -108,7 +107,7 @@ def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned:
     small = [*(numbers if on_host or not numbers else ["numbers"]), *(["scalars"] if program.scalars else [])]
     names = [*long, *small, *(f"table{i}" for i in range(tables)), "count"]
     lines = [
-        *IMPORTS,
+        *triton.IMPORTS,
         f"@triton.jit(do_not_specialize={names[len(long) :] if aligned else names})",
         f"def run({', '.join(names)}):",
         f"    begin = tl.program_id(0) * {TILE}",

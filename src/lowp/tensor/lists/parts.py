@@ -18,7 +18,7 @@ Two forms:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,9 +81,10 @@ class PartsFunction:
         finish = trace(self.finish, sums, self.numbers, self.of_layer, tables, device)
         return renamed(each, "a"), renamed(finish, "b"), tables
 
-    def kernel(self, device: torch.device, count: int) -> "PartsKernel | None":
-        """None where plain operations should serve: few elements so far, or no compiler."""
-        return kernels.get_or_build(self, device, count, _build)
+    def kernel(self, table: "PartTable") -> "PartsKernel | None":
+        """None where plain operations should serve: on a CPU, few elements so far (elsewhere each is a launch); no compiler."""
+        count = table.elements if table.device.type == "cpu" else kernels.SMALL
+        return kernels.get_or_build(self, table.device, count, _build)
 
 
 def renamed(program: Program, prefix: str) -> Program:
@@ -100,7 +101,7 @@ def renamed(program: Program, prefix: str) -> Program:
     return Program(elements, program.numbers, program.scalars, statements, results)
 
 
-class PartsKernel:
+class PartsKernel(Protocol):
     """What a backend builds. Arrays: `source` is read, `target` written; both are addressed through the table."""
 
     def __call__(
@@ -116,7 +117,6 @@ class PartsKernel:
     ) -> None:
         """`numbers`: int32 [numbers, parts]. `of_layer`: float32 [of_layer, layers]. `maxima`: int32 [maxima, parts], zeros
         before. `message_stride`: bytes from one message in `source` to the next."""
-        raise NotImplementedError
 
 
 def _build(what: PartsFunction, device: torch.device) -> PartsKernel:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.lists.parts import COUNT, CPU_ITEM, LANES, LAYER, PartsFunction, PartsKernel, PartTable, Stream
+from lowp.tensor.lists.parts import COUNT, CPU_ITEM, LANES, LAYER, PartsFunction, PartTable, Stream
 from lowp.tensor.lists.tracing import Program, Statement, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
@@ -32,7 +31,7 @@ extern "C" void run(const char* source, char* target, const int64_t* table, long
                     long messages, long message_stride, long threads) {"""
 
 
-class CppPartsKernel(PartsKernel):
+class CppPartsKernel:
     def __init__(self, what: PartsFunction) -> None:
         each, finish, tables = what.trace(torch.device("cpu"))
         self._what = what
@@ -40,12 +39,7 @@ class CppPartsKernel(PartsKernel):
         self._addresses = torch.tensor([table.data_ptr() for table in tables], dtype=torch.int64)
         self._tiles = max(1, CPU_ITEM // what.tile)
         text = _CppParts(what, each, finish, [table.dtype for table in tables], self._tiles).text()
-        try:
-            self._run = cpp.build(text, _ARGUMENTS, ["-fopenmp"])
-        except UnsafeCache:
-            raise
-        except (RuntimeError, OSError):  # no OpenMP: to compile with, or to load
-            self._run = cpp.build(text, _ARGUMENTS)
+        self._run = cpp.build_parallel(text, _ARGUMENTS)
 
     def __call__(
         self,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.tensor.lists.parts import COUNT, CUDA_ITEM, LANES, LAYER, PartsFunction, PartsKernel, PartTable, Stream
+from lowp.tensor.lists.parts import COUNT, CUDA_ITEM, LANES, LAYER, PartsFunction, PartTable, Stream
 from lowp.tensor.lists.tracing import Program, Value
-from lowp.tensor.lists.triton import TYPES, build, expression
+from lowp.tensor.lists.triton import IMPORTS, TYPES, build, expression
 
 _STORED = {**TYPES, torch.bool: "tl.int8"}
 
@@ -21,7 +21,7 @@ _STORED = {**TYPES, torch.bool: "tl.int8"}
 WARPS = 4
 
 
-class TritonPartsKernel(PartsKernel):
+class TritonPartsKernel:
     """Compiled for what is known of the addresses (`warmup`), and launched with addresses.
 
     Triton's `kernel[grid](...)` looks at every argument in every call, which takes longer than some launches' work.
@@ -108,11 +108,7 @@ class _TritonParts:
         names += ["maxima", "messages", "message_stride"]
         names += [f"table{i}" for i in range(self.tables)]
         lines = [
-            "import triton",
-            "import triton.language as tl",
-            "from triton.language.extra.cuda import libdevice",
-            "",
-            "",
+            *IMPORTS,
             f"@triton.jit(do_not_specialize={names[2 if self.aligned else 0 :]})",
             f"def run({', '.join(names)}):",
             "    item = tl.program_id(0)",

@@ -15,6 +15,7 @@ import torch
 
 from lowp.tensor.lists.tracing import COMPARE, INFIX, Element, Program, Statement, Value
 
+IMPORTS = ("import triton", "import triton.language as tl", "from triton.language.extra.cuda import libdevice", "", "")
 TYPES = {
     torch.int8: "tl.int8", torch.int16: "tl.int16", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1",
     torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32", torch.float64: "tl.float64",
@@ -126,11 +127,7 @@ def source(
     of_blocks = any(e.of_block for e in elements)
     names = [*(v.name for v in program.scalars.values()), *(f"table{i}" for i in range(tables))]
     lines = [
-        "import triton",
-        "import triton.language as tl",
-        "from triton.language.extra.cuda import libdevice",
-        "",
-        "",
+        *IMPORTS,
         "@triton.jit",
         f"def run(pointers, lengths, widths, numbers, tensors, columns, {''.join(name + ', ' for name in names)}"
         "reduced, skip, limit, chunk_tensor, chunk_start, SIZE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):",

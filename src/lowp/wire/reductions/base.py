@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat
 from lowp.formats.floats import FP32
-from lowp.tensor import kernels
 from lowp.tensor.lists.parts import PartTable
 from lowp.wire import scaling
 from lowp.wire.link import ChunkLink, Pending
@@ -241,8 +240,7 @@ def scaled(source: Tensor, chunk: Chunk, factors: Tensor | None, divisor: int = 
     if device not in chunk.tables:
         chunk.tables[device] = PartTable([(last - first, layer, first) for layer, first, last in chunk.runs], device)
     table = chunk.tables[device]
-    function = scale_function(source.dtype, divisor != 1)
-    kernel = function.kernel(device, table.elements if device.type == "cpu" else kernels.SMALL)
+    kernel = scale_function(source.dtype, divisor != 1).kernel(table)
     numbers = torch.empty(source.numel(), dtype=torch.float32, device=device)
     if kernel is not None:
         kernel(source, numbers, table, None, of_layers)

@@ -1,0 +1,335 @@
+"""A tile of a message part: how many vectors of numbers it has, where its bytes lie, and how one becomes the other.
+
+`Encoder` and `Decoder` are torch operations on the vectors of one tile. part_kernels.py makes kernels of them.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import lcm
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.formats import BlockFormat, Format
+from lowp.formats.floats import FP32
+from lowp.tensor import block_steps
+from lowp.tensor import grid as grids
+from lowp.tensor.block_programs import BlockProgram, block_program
+from lowp.tensor.carrier import F32
+from lowp.tensor.core import code_storage, decode_operation, encode_operation
+from lowp.tensor.lists.parts import LANES, LAYER, Stream
+from lowp.tensor.noise import KEY_SIZE
+from lowp.tensor.packing import group
+from lowp.tensor.table import Table
+from lowp.wire import scaling
+from lowp.wire.codec import Codec, placed_bits
+
+NUMBERS, PAYLOAD, HIGH, SCALES, TENSOR_SCALE, HEADER = range(LAYER + 1, LAYER + 7)  # columns of the tables
+LONGEST_BLOCK = 512  # elements: a tile has all of a block
+
+
+class TileShape(NamedTuple):
+    """How a codec's tile looks: its elements; the block that shares a scale (0: none); the packed bits (0: whole bytes)."""
+
+    element: Format
+    tile: int
+    block: int
+    packed: int
+
+    @property
+    def vectors(self) -> range:
+        return range(self.tile // LANES)
+
+
+@lru_cache(maxsize=1024)
+def shape_of(codec: Codec) -> TileShape | None:
+    """None where there is no kernel."""
+    fmt = codec.format
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    block = fmt.size if isinstance(fmt, BlockFormat) else codec.scale.block
+    if codec.keep < 1 or (isinstance(fmt, BlockFormat) and (codec.scale.block or fmt.scale.bits > 8)):
+        return None
+    if block % LANES or block > LONGEST_BLOCK:
+        return None
+    if isinstance(fmt, BlockFormat) and _block_program(codec) is None:  # only integers of 64 bits will do
+        return None
+    packed = element.bits % 8
+    codes = group(packed)[0] if packed else 1
+    return TileShape(element, lcm(LANES * codes, block or LANES), block, packed)
+
+
+def _block_program(codec: Codec) -> BlockProgram | None:
+    return block_program(codec.format, codec.rounding) if isinstance(codec.format, BlockFormat) else None
+
+
+def vectors_of_numbers(dtype: torch.dtype, tile: int) -> tuple[Stream, ...]:
+    """The numbers of a tile, vector by vector."""
+    return tuple(Stream(dtype, NUMBERS, tile, first, first, unit=dtype.itemsize) for first in range(0, tile, LANES))
+
+
+def _codes(shape: TileShape) -> tuple[Stream, ...]:
+    """Where a tile's codes lie: whole bytes of each vector, then the packed bits of each group."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(shape.element.bits // 8)
+    found = []
+    if whole is not None:
+        found += [Stream(whole, PAYLOAD, shape.tile, LANES * v, LANES * v) for v in shape.vectors]
+    if shape.packed:
+        per_group, width = group(shape.packed)
+        groups, column = shape.tile // (per_group * LANES), PAYLOAD if whole is None else HIGH
+        found += [
+            Stream(torch.int8, column, groups * width * LANES, (g * width + byte) * LANES, g * per_group * LANES, padded=True)
+            for g in range(groups)
+            for byte in range(width)
+        ]
+    return tuple(found)
+
+
+def of_blocks(shape: TileShape, column: int) -> tuple[Stream, ...]:
+    blocks = shape.tile // shape.block
+    return tuple(Stream(torch.int8, column, blocks, b, b * shape.block, of="tile") for b in range(blocks))
+
+
+def _packed(codes: list[Tensor], bits: int) -> list[Tensor]:
+    """Vectors of int32 codes as the bytes of their groups."""
+    per_group, width = group(bits)
+    found = []
+    for first in range(0, len(codes), per_group):
+        pieces: list[Tensor | None] = [None] * width
+        for byte, vector, shift in placed_bits(bits):
+            code = codes[first + vector] & ((1 << bits) - 1)
+            code = code << shift if shift >= 0 else code >> -shift
+            before = pieces[byte]
+            pieces[byte] = code if before is None else before | code
+        found += [piece.to(torch.int8) for piece in pieces if piece is not None]
+    return found
+
+
+def _unpacked(stored: Sequence[Tensor], bits: int) -> list[Tensor]:
+    per_group, width = group(bits)
+    found = []
+    for first in range(0, len(stored), width):
+        pieces: list[Tensor | None] = [None] * per_group
+        for byte, vector, shift in placed_bits(bits):
+            code = stored[first + byte].to(torch.int32) & 0xFF
+            code = code >> shift if shift >= 0 else code << -shift
+            before = pieces[vector]
+            pieces[vector] = code if before is None else before | code
+        found += [piece & ((1 << bits) - 1) for piece in pieces if piece is not None]
+    return found
+
+
+def _magnitude(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.int32) & F32.magnitude
+
+
+def _finite(magnitude: Tensor) -> Tensor:
+    return torch.where(magnitude < F32.infinity, magnitude, torch.zeros_like(magnitude))
+
+
+def magnitudes(numbers: Sequence[Tensor], wanted: tuple[bool, bool]) -> list[Tensor]:
+    """Of each vector, as bits: magnitudes; then finite ones, with zero for the others."""
+    kinds = [kind for kind, wants in zip((_magnitude, lambda x: _finite(_magnitude(x))), wanted, strict=True) if wants]
+    return [kind(number) for kind in kinds for number in numbers]
+
+
+def _largest(vectors: Sequence[Tensor]) -> Tensor:
+    """Lane by lane."""
+    most = vectors[0]
+    for more in vectors[1:]:
+        most = torch.maximum(most, more)
+    return most
+
+
+class Encoder:
+    """From vectors of float32 numbers to what is stored: the bytes of codes, then headers and scales."""
+
+    def __init__(self, codec: Codec, shape: TileShape) -> None:
+        self._codec, self._shape = codec, shape
+        self._local, self._whole = codec.measures
+        self._first_key = self._local + self._whole + codec.sends_peaks
+        self._blocks = _block_program(codec)
+        self._code = _Coder(shape.element, codec.rounding) if self._blocks is None else None
+        self.numbers = self._first_key + (KEY_SIZE if codec.stochastic else 0)
+        self.tables: tuple[Table, ...] = () if self._code is None else self._code.tables
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        stores = [*_codes(self._shape)]
+        if self._local or self._codec.sends_peaks:
+            stores.append(Stream(torch.int8, HEADER, of="part"))
+        if self._whole:
+            stores.append(Stream(torch.int32, TENSOR_SCALE, of="part"))
+        if self._shape.block:
+            stores += of_blocks(self._shape, HEADER if self._blocks is None else SCALES)
+        return tuple(stores)
+
+    def __call__(self, x: list[Tensor], numbers: Tensor, tables: Any, unit: Tensor | None = None) -> list[Tensor]:
+        """`unit` is by what the numbers were multiplied since their largest was found."""
+        codec, extra = self._codec, []
+        if self._local:
+            byte = scaling.fitting_numbers(numbers[0].view(torch.float32), codec.format)
+            factor = scaling.power_of_two(scaling.shifts_of(byte))
+            x = [number * factor for number in x]
+            unit = factor if unit is None else unit * factor
+            extra.append(byte.to(torch.int8))
+        elif codec.sends_peaks:
+            extra.append(numbers[int(self._whole)].to(torch.int8))
+        if self._blocks is not None:
+            largest = numbers[int(self._local)] if self._whole else None
+            # In C++ few elements are found by steps, which need a scale of the part that is not tiny: `local` sees to it.
+            by_steps = grids.in_vectors(x[0]) and block_steps.suits(self._blocks.fmt) and (self._local or not self._whole)
+            codes, more = _block_codes(self._blocks, self._shape, x, largest, unit, by_steps)
+            extra += more
+        else:
+            if self._shape.block:
+                x, headers = _scaled_blocks(codec, self._shape, x)
+                extra += headers
+            key: Any = [numbers[self._first_key + i] for i in range(KEY_SIZE)] if codec.stochastic else None
+            assert self._code is not None
+            codes = [self._code(number, key, tables) for number in x]
+        return [*_stored(codes, self._shape), *extra]
+
+
+def _stored(codes: list[Tensor], shape: TileShape) -> list[Tensor]:
+    """Vectors of int32 codes as `_codes` has them."""
+    if not shape.packed:
+        return codes
+    if shape.element.bits < 8:
+        return _packed(codes, shape.packed)
+    return [*((code & 0xFF).to(torch.int8) for code in codes), *_packed([code >> 8 for code in codes], shape.packed)]
+
+
+class _Coder:
+    """From a float32 number to its code; what is too large saturates, and NaN is zero where the format has none."""
+
+    def __init__(self, fmt: Format, rounding: str) -> None:
+        self._fmt = fmt
+        self._operation = None if fmt == FP32 else encode_operation(fmt, torch.float32, rounding, True, "zero")
+        self.tables: tuple[Table, ...] = () if self._operation is None else self._operation.tables
+        self._whole = fmt.bits % 8 == 0
+
+    def __call__(self, number: Tensor, key: Tensor | None, tables: Any) -> Tensor:
+        bits = number.view(torch.int32)
+        if self._operation is None:
+            return bits
+        code = self._operation(bits, tables, key)
+        return code if self._whole else code.to(torch.int32)
+
+
+def _blocks_of(shape: TileShape, vectors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """The largest finite magnitude of each block (float32), and its vectors."""
+    step = shape.block // LANES
+    found = []
+    for first in range(0, len(vectors), step):
+        mine = list(vectors[first : first + step])
+        most = _largest(magnitudes(mine, (False, True)))
+        found.append((most.view(torch.float32).amax(-1, keepdim=True), mine))
+    return found
+
+
+def _scaled_blocks(codec: Codec, shape: TileShape, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Numbers in units of their block's scale, and the blocks' header bytes. (A block that is not finite says so: 255.)"""
+    scaled, headers = [], []
+    step = shape.block // LANES
+    for first in range(0, len(x), step):
+        mine = x[first : first + step]
+        most = _largest(magnitudes(mine, (True, False))).view(torch.float32)
+        # NaN would be lost in a maximum of floats: what is not finite counts as infinity.
+        most = torch.where(most.view(torch.int32) < F32.infinity, most, torch.full_like(most, float("inf")))
+        byte = scaling.fitting_numbers(most.amax(-1, keepdim=True), codec.format)
+        factor = scaling.power_of_two(scaling.shifts_of(byte))
+        scaled += [number * factor for number in mine]
+        headers.append(byte.to(torch.int8))
+    return scaled, headers
+
+
+def _block_codes(
+    program: BlockProgram, shape: TileShape, x: list[Tensor], largest: Tensor | None, factor: Tensor | None, by_steps: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Codes of a block format; the part's scale, where there is one, then the blocks'."""
+    extra, tensor_scale = [], None
+    if largest is not None:
+        most = largest.view(torch.float32)
+        tensor_scale = program.tensor_scale(most if factor is None else most * factor)
+        extra.append(tensor_scale.view(torch.int32))
+    codes = []
+    for most, mine in _blocks_of(shape, x):
+        scale = program.scale(most, tensor_scale)
+        if by_steps:
+            whole = [] if tensor_scale is None else [tensor_scale]
+            steps = block_steps.steps(program.fmt, program.scale_value(scale), whole, torch.float32)
+            codes += [block_steps.code(program, number, steps) for number in mine]
+        else:
+            inverse = program.inverse(scale, tensor_scale)
+            codes += [program.code(number, inverse) for number in mine]
+        extra.append(scale.to(torch.int8))
+    if not shape.packed:
+        codes = [code.to(code_storage(shape.element)) for code in codes]
+    return codes, extra
+
+
+class Decoder:
+    """From what is stored to vectors of float32 numbers."""
+
+    def __init__(self, codec: Codec, shape: TileShape) -> None:
+        self._shape = shape
+        self._local, self._whole = codec.measures
+        self._blocks = _block_program(codec)
+        self._value = _Values(shape.element) if self._blocks is None else None
+        self.tables: tuple[Table, ...] = () if self._value is None else self._value.tables
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        loads = [*_codes(self._shape)]
+        if self._local:
+            loads.append(Stream(torch.int8, HEADER, of="part"))
+        if self._whole:
+            loads.append(Stream(torch.float32, TENSOR_SCALE, of="part"))
+        if self._shape.block:
+            loads += of_blocks(self._shape, HEADER if self._blocks is None else SCALES)
+        return tuple(loads)
+
+    def __call__(self, read: Sequence[Tensor], tables: Any) -> list[Tensor]:
+        shape = self._shape
+        codes = len(_codes(shape))
+        rest = list(read[codes:])
+        unit = scaling.units_of(rest.pop(0).to(torch.int32) & 0xFF) if self._local else None
+        tensor_scale = rest.pop(0) if self._whole else None
+        vectors = _loaded(read[:codes], shape)
+        if self._blocks is not None:
+            step = shape.block // LANES
+            units = [self._blocks.unit(scale.to(torch.int32) & 0xFF, tensor_scale) for scale in rest]
+            found = [self._blocks.value(code.to(torch.int32), units[v // step]) for v, code in enumerate(vectors)]
+        else:
+            assert self._value is not None
+            found = [self._value(code, tables) for code in vectors]
+            if shape.block:
+                step = shape.block // LANES
+                units = [scaling.units_of(byte.to(torch.int32) & 0xFF) for byte in rest]
+                found = [number * units[v // step] for v, number in enumerate(found)]
+        return found if unit is None else [number * unit for number in found]
+
+
+def _loaded(stored: Sequence[Tensor], shape: TileShape) -> list[Tensor]:
+    if not shape.packed:
+        return list(stored)
+    if shape.element.bits < 8:
+        return _unpacked(stored, shape.packed)
+    vectors = len(shape.vectors)
+    high = _unpacked(stored[vectors:], shape.packed)
+    return [(low.to(torch.int32) & 0xFF) | (more << 8) for low, more in zip(stored[:vectors], high, strict=True)]
+
+
+class _Values:
+    """From a code to the float32 number that it stands for."""
+
+    def __init__(self, fmt: Format) -> None:
+        self._operation = None if fmt == FP32 else decode_operation(fmt, torch.float32)
+        self._storage = code_storage(fmt)
+        self.tables: tuple[Table, ...] = () if self._operation is None else self._operation.tables
+
+    def __call__(self, code: Tensor, tables: Any) -> Tensor:
+        if self._operation is None:
+            return code.view(torch.float32)
+        return self._operation(code.to(self._storage), tables).view(torch.float32)
