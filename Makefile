@@ -50,6 +50,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --only missing-module-attribute tests benchmarks
 	$(BIN)/lint-imports
 
 format: setup
