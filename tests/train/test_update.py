@@ -33,6 +33,8 @@ SMALL = [
     "optimizer.lr=0.05",
     "log.every=100",
     "test_every=0",
+    "learning_rate.kind=constant",
+    "learning_rate.warmup=0",
 ]
 OPTIMIZERS = {
     "sgd": ["optimizer.momentum=0.9"],
