@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp import compat
 from lowp.simulation import simulate
 from lowp.simulation.layers import Rules
 from lowp.simulation.policies import GradientDiversity, OnOverflow, Schedule
-from lowp.tensor.errors import NonFiniteGradient
 from lowp.tensor.matmul import Arithmetic
 from lowp.train.recipe import STORED, ArithmeticSettings, LayerRoles, Precision, Recipe
 from lowp.train.world import World
@@ -167,19 +165,6 @@ class Numerics:
             self.simulation.set(**changes)  # type: ignore[arg-type]  # roles are no layers
             said.append(f"gradients are no longer diverse; from here on: {_listed(changes)}")
         return said
-
-    def check_gradients(self, optimizer: Any, parameters: Mapping[str, Tensor], divided: bool) -> None:
-        """lowp's optimizers refuse a gradient that is not finite; for torch's own, and for models whose ranks have different
-        gradients, it is done here: all ranks or none."""
-        if not divided and type(optimizer).__module__.startswith("lowp."):
-            return
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None and p.grad.numel()}
-        finite = torch.stack(compat.foreach_norm(list(gradients.values()), torch.inf)).isfinite().tolist()
-        bad = [name for name, good in zip(gradients, finite, strict=True) if not good]
-        if divided and float(self._world.sum(torch.tensor([float(bool(bad))]))) and not bad:
-            bad = ["a layer of another rank"]
-        if bad:
-            raise NonFiniteGradient(f"the gradient of {bad[0]!r} is infinite or NaN")
 
     def state_of_rank(self) -> dict[str, Any]:
         """What this process has seen that others have not: overflows of the epoch under way."""

@@ -20,6 +20,8 @@ def optimizer_for(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> tor
     if settings.name.startswith("torch:"):
         return _torch_optimizer(settings, parameters)
     options = _options(recipe.precision) | {"seed": recipe.seed}
+    if by_torch(recipe):
+        options["nonfinite"] = "propagate"  # it would wait for the device: CheckedUpdate looks (update.py)
     named = list(parameters.items())
     exclude = () if settings.decay_vectors else None  # None: biases and norms neither decay nor have a trust ratio
     if settings.name == "lars":
@@ -37,6 +39,13 @@ def optimizer_for(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> tor
             groups, settings.lr, settings.momentum, weight_decay=settings.weight_decay, nesterov=settings.nesterov, **options
         )
     raise ValueError(f"unknown optimizer {settings.name!r}; there are {', '.join(NAMES)} and torch:CLASS")
+
+
+def by_torch(recipe: Recipe) -> bool:
+    """Do functions of torch update all weights? They do not look whether gradients are finite."""
+    precision, name = recipe.precision, recipe.optimizer.name
+    narrow = precision.weights in ("fp16", "bf16") or precision.state
+    return name.startswith("torch:") or (name in ("sgd", "adamw") and not narrow)
 
 
 def master_weights_for(recipe: Recipe, optimizer: torch.optim.Optimizer) -> MasterWeights | None:

@@ -11,9 +11,9 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -69,15 +69,21 @@ def load_plugin(name: str, what: str, passing: tuple[type[Exception], ...] = ())
     return call
 
 
-@contextmanager
-def blamed(what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """What goes wrong in here is wrong with `what`. An error that names a plugin already stays as it is."""
-    try:
-        yield
-    except (PluginError, *passing):
-        raise
-    except (Exception, SystemExit) as error:  # a module that calls sys.exit() would end the command without a word
-        raise _named(error, what) from error
+class blamed:  # noqa: N801  # a context, used like a function
+    """What goes wrong in here is wrong with `what`. An error that names a plugin already stays as it is.
+
+    It has no state and can be entered many times: steps enter one.
+    """
+
+    def __init__(self, what: str, passing: tuple[type[Exception], ...] = ()) -> None:
+        self._what, self._passing = what, (PluginError, *passing)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # SystemExit: a module that calls sys.exit() would end the command without a word.
+        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, self._passing):
+            raise _named(error, self._what) from error
 
 
 def _named(error: BaseException, what: str) -> PluginError:

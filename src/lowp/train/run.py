@@ -206,6 +206,7 @@ class _TrainingRun:
                 if math.isnan(self._test["loss"]):
                     self._diverged("the test loss is NaN", save=False)
         if trainer.step % (recipe.checkpoints.every or trainer.steps_per_epoch) == 0 or last:
+            trainer.confirm()
             if (name := self._first_found(bad_weight(trainer.model))) is not None:
                 self._diverged(f"the weights of {name!r} are not finite", save=False)
             self._save()

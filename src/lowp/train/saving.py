@@ -30,6 +30,7 @@ def fingerprint(recipe: Recipe) -> str:
 
 def save(trainer: Trainer, directory: Path | None, log: dict[str, Any]) -> None:
     """All ranks call this; rank 0 has a directory. A failure to write is an error on every rank."""
+    trainer.confirm()
     trainer.share_buffers()
     gathered = trainer.world.gather(pack({"ranks": trainer.state_of_ranks()}))
     problem = b""

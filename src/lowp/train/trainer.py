@@ -5,16 +5,16 @@ A step:
 1. Every rank that this process stands for computes its gradients: its share of the step's samples, micro-batch by micro-batch.
    What it draws (dropout, say) is seeded by (seed, step, rank, micro-batch): nothing depends on what was drawn before.
 2. The exchange leaves the mean of all ranks in `parameter.grad` (exchange/).
-3. The optimizer takes the step, unless the loss scale leaves it out.
+3. The optimizer takes the step, unless the loss scale leaves it out. Where a gradient is not finite nothing is changed; on
+   CUDA that is found out while the next step is under way (update.py), and before anything of the step is used (`confirm`).
 
 The order of an epoch's samples is a function of (seed, epoch); a step's samples are one stretch of it, cut into ranks' shares.
 So the state is the weights, the optimizer's states, a few counters, and what the wire remembers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,26 @@ import torch
 from torch import Tensor
 
 from lowp.optim.loss_scale import LossScale
+from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.train.buffers import BufferCopies
 from lowp.train.check import check_model
 from lowp.train.data import open_data
 from lowp.train.data.base import Request
-from lowp.train.data.order import epoch_order, shares
 from lowp.train.data.wrappers import chosen
 from lowp.train.divergence import DIVERGED
-from lowp.train.exchange import Exchange, Placed, exchange_for
+from lowp.train.exchange import Exchange, NoExchange, Placed, exchange_for
+from lowp.train.feed import Feed, steps_in_epoch
 from lowp.train.learning_rate import factor_of
 from lowp.train.loss import CrossEntropy
+from lowp.train.metrics import Metrics
 from lowp.train.models import build_model
 from lowp.train.numerics import Numerics, stored_dtype, wire_settings
-from lowp.train.optimizers import master_weights_for, optimizer_for
+from lowp.train.optimizers import by_torch, master_weights_for, optimizer_for
 from lowp.train.parallel import Placement, RealTeam, VirtualTeam, pipeline_model, split_model
 from lowp.train.plugins import blamed, load_plugin
 from lowp.train.randomness import seed_of, seed_torch
 from lowp.train.recipe import Recipe
+from lowp.train.update import ANSWER_LATER, CheckedUpdate, GatedUpdate, Update
 from lowp.train.world import World
 
 TEST_SAMPLES = 1000  # in a test batch of images; fixed, so that a test's numbers do not depend on the ranks
@@ -50,8 +53,7 @@ class Trainer:
         self.recipe, self.world = recipe, world
         device, dtype = world.device, stored_dtype(recipe.precision)
         self.data = open_data(recipe.data, device=device, dtype=dtype, directory=data_directory)
-        self._passes = -(-recipe.batch // len(self.data.train))  # through the data in an epoch; 1, but for huge batches
-        self.steps_per_epoch = self._passes * len(self.data.train) // recipe.batch
+        self.steps_per_epoch = steps_in_epoch(recipe, len(self.data.train))
         self.steps = recipe.epochs * self.steps_per_epoch
         self.step = 0
         self.model = self._build_model()
@@ -67,17 +69,16 @@ class Trainer:
         self.factor = factor_of(recipe.learning_rate, self.steps_per_epoch, self.steps)
         self.loss_scale = self._loss_scale()
         self.exchange = self._exchange()
+        self._feed = Feed(recipe, self.data.train, self.exchange.ranks)
         self._cross_entropy = CrossEntropy(recipe.model.name, recipe.data.name, self.data.classes)
         self._forward = torch.compile(self.model) if recipe.model.compile else self.model
+        self._in_model = blamed(self._model_name)
         self._filter = load_plugin(recipe.data.filter, "data.filter") if recipe.data.filter else None
-        self._buffers_before = BufferCopies(self.model)
-        # Sums of each rank since the last `take_metrics`. Scalars, not one tensor: an audit for 16 bits lets scalars pass.
-        self._losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.exchange.ranks]
-        self._correct = [torch.zeros((), dtype=torch.int64, device=device) for _ in self.exchange.ranks]
-        self._predictions = [0 for _ in self.exchange.ranks]
-        self._counted = 0  # steps in these sums
-        self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
-        self._streamed: tuple[int, int] | None = None  # the (step, rank) that the stream gives next
+        self._metrics = Metrics(self.exchange.ranks, recipe.shares, device)
+        self._answers_later = device.type in ANSWER_LATER and self._may_answer_later()
+        self._update = self._make_update()
+        buffers = BufferCopies(self.model)  # before the steps of even and of odd numbers
+        self._buffers_before = buffers, BufferCopies(self.model) if self._answers_later else buffers
 
     @property
     def _model_name(self) -> str:
@@ -123,6 +124,21 @@ class Trainer:
             return None
         return LossScale(float(kind) if _is_number(kind) else kind, model=self.model)
 
+    def _may_answer_later(self) -> bool:
+        """May the next step begin before it is known that this one's gradients were finite? Where they were not, the weights
+        are wrong meanwhile: only where nothing else than this class sees them, or learns from a step."""
+        alone = isinstance(self.exchange, NoExchange) and self.placement is None
+        learns = self.loss_scale is not None or self.numerics.simulation is not None or self.master is not None
+        return alone and not learns and self._filter is None and not self.recipe.log.health
+
+    def _make_update(self) -> Update:
+        """Anew where states are loaded: it may hold copies of the old ones."""
+        if isinstance(self.optimizer, LowPrecisionOptimizer) and self.placement is None and not by_torch(self.recipe):
+            return GatedUpdate(self.optimizer, later=self._answers_later)
+        world = None if self.placement is None else self.world
+        later = self._answers_later and isinstance(self.optimizer, LowPrecisionOptimizer)
+        return CheckedUpdate(self.optimizer, self.parameters, world=world, later=later)
+
     @cached_property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -140,36 +156,12 @@ class Trainer:
         ]
         return f"{past[-1] if past else wire.format} {wire.scale}"
 
-    def _requests(self, first: int) -> Iterator[Request]:
-        """The micro-batches of this process's ranks, from a step on to the end of its epoch."""
-        recipe = self.recipe
-        epoch, begin = divmod(first, self.steps_per_epoch)
-        passes = range(epoch * self._passes, (epoch + 1) * self._passes)
-        order = torch.cat([epoch_order(len(self.data.train), recipe.seed, number) for number in passes])
-        for step in range(begin, self.steps_per_epoch):
-            table = shares(order, step, recipe.batch, recipe.shares, recipe.accumulate)
-            for rank in self.exchange.ranks:
-                for micro, indices in enumerate(table[rank]):
-                    yield Request(indices, (recipe.seed, epoch, step, rank, micro))
-
     def micro_batches(self, rank: int) -> list[tuple[Tensor, Tensor]]:
-        """A rank's samples of this step. Asked for in order they were fetched ahead; a second time, they are fetched again."""
-        count = self.recipe.accumulate
-        if rank == self.exchange.ranks.start and (self._batches is None or self._streamed != (self.step, rank)):
-            self._batches = self.data.train.stream(self._requests(self.step))
-            self._streamed = (self.step, rank)
-        if self._streamed == (self.step, rank) and self._batches is not None:
-            self._streamed = (self.step, rank + 1) if rank + 1 in self.exchange.ranks else self._first_of_next()
-            return [next(self._batches) for _ in range(count)]
-        skipped = (rank - self.exchange.ranks.start) * count
-        return list(self.data.train.stream(islice(self._requests(self.step), skipped, skipped + count)))
-
-    def _first_of_next(self) -> tuple[int, int] | None:
-        after = self.step + 1
-        return (after, self.exchange.ranks.start) if after % self.steps_per_epoch else None
+        """A rank's samples of this step."""
+        return self._feed.micro_batches(self.step, rank)
 
     def _gradients(self, rank: int, last: Callable[[], None]) -> None:
-        recipe, place = self.recipe, rank - self.exchange.ranks.start
+        recipe = self.recipe
         self.numerics.begin(self.step, rank)
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -181,27 +173,27 @@ class Trainer:
             if micro == recipe.accumulate - 1:
                 last()
             if targets.numel():
-                loss = self._backward(self._laid_out(inputs), targets, place)
-                self._losses[place].add_(loss, alpha=1 / recipe.accumulate)
-            self._predictions[place] += targets.numel()
+                loss = self._backward(self._laid_out(inputs), targets, rank)
+                self._metrics.add_loss(rank, loss, 1 / recipe.accumulate)
+            self._metrics.add_samples(rank, targets.numel())
 
-    def _backward(self, inputs: Tensor, targets: Tensor, place: int) -> Tensor:
+    def _backward(self, inputs: Tensor, targets: Tensor, rank: int) -> Tensor:
         """Forward and backward of one micro-batch; its loss."""
         if self.placement is not None:
-            return self.placement.forward_backward(inputs, targets, partial(self._loss, place), self._scaled)
+            return self.placement.forward_backward(inputs, targets, partial(self._loss, rank), self._scaled)
         with self._autocast():
-            loss = self._loss(place, self._outputs(inputs), targets)
+            loss = self._loss(rank, self._outputs(inputs), targets)
         self._scaled(loss).backward()
         return loss.detach()
 
     def _outputs(self, inputs: Tensor) -> Tensor:
         """What the model makes of a batch; what goes wrong inside is the model's error, in one line."""
-        with blamed(self._model_name):
+        with self._in_model:
             return self._forward(inputs)
 
-    def _loss(self, place: int, logits: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, rank: int, logits: Tensor, targets: Tensor) -> Tensor:
         loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
-        self._correct[place].add_((logits.detach().argmax(-1) == targets).sum())
+        self._metrics.add_predictions(rank, logits, targets)
         return loss
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -221,19 +213,22 @@ class Trainer:
         return inputs.contiguous(memory_format=torch.channels_last) if self.recipe.model.channels_last else inputs
 
     def train_step(self) -> None:
-        """One step. Raises NonFiniteGradient or LossScaleExhausted, on all ranks, before anything is changed."""
+        """One step. Raises NonFiniteGradient or LossScaleExhausted, on all ranks, with everything as before the step of the
+        number `step`: this one, or the one before it, where that was still to be confirmed."""
         if not self.model.training:  # after a test; to tell every module takes as long as some of them compute
             self.model.train()
         factor = self.factor(self.step)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
-        self._buffers_before.save()
+        self._buffers_before[self.step % 2].save()
         try:
-            with self._weights_cast_once():
-                self.exchange.reduce(self._gradients)
+            try:
+                with self._weights_cast_once():
+                    self.exchange.reduce(self._gradients)
+            finally:
+                self._confirm()  # also where this step failed: the weights that it was given may be the cause
             if self.loss_scale is None:
-                self.numerics.check_gradients(self.optimizer, self.parameters, divided=self.placement is not None)
-                self.optimizer.step()
+                self._update.take()
             else:
                 self.loss_scale.step(self.optimizer)
         except DIVERGED:
@@ -243,33 +238,36 @@ class Trainer:
         self.numerics.agree()
         self.numerics.observe(self.parameters)
         self.step += 1
-        self._counted += 1
+        self._metrics.steps += 1
+
+    def confirm(self) -> None:
+        """Before anything that the last step has made is used. Raises NonFiniteGradient if its gradients were not finite, with
+        everything, `step` too, as before it."""
+        try:
+            self._confirm()
+        except DIVERGED:
+            self._undo()
+            raise
+
+    def _confirm(self) -> None:
+        try:
+            self._update.confirm()
+        except DIVERGED:
+            self.step -= 1
+            raise
 
     def _undo(self) -> None:
-        """Back to before the step, whose gradients were not finite. (The optimizer has changed nothing.)"""
+        """Back to before the step, whose gradients were not finite. (Weights and states are as they were.)"""
         self.exchange.undo()
-        self._buffers_before.restore()
-        self._batches = None
-        self._forget_sums()
-
-    def _forget_sums(self) -> None:
-        for number in (*self._losses, *self._correct):
-            number.zero_()
-        self._predictions = [0 for _ in self.exchange.ranks]
-        self._counted = 0
+        self._buffers_before[self.step % 2].restore()
+        self._feed.forget()
+        self._metrics.forget()
 
     def take_metrics(self) -> dict[str, float]:
-        """Loss and accuracy over the steps since the last call, of all ranks; the same numbers for real and virtual ones."""
-        table = torch.zeros(self.recipe.shares, 3, dtype=torch.float64)
-        if self.placement is None or self.world.rank == self.world.ranks - 1:  # of a divided model, the end has the loss
-            for rank, row in zip(
-                self.exchange.ranks, zip(self._losses, self._correct, self._predictions, strict=True), strict=True
-            ):
-                table[rank] = torch.tensor([float(number) for number in row], dtype=torch.float64)
-        losses, correct, predictions = (sum(column.tolist()) for column in self.world.sum(table).unbind(1))
-        steps = max(1, self._counted)
-        self._forget_sums()
-        return {"loss": losses / (self.recipe.shares * steps), "accuracy": correct / max(1.0, predictions)}
+        """Loss and accuracy over the steps since the last call, of all ranks."""
+        self.confirm()
+        # Of a divided model, the end has the loss.
+        return self._metrics.take(self.world, self.placement is None or self.world.rank == self.world.ranks - 1)
 
     def share_buffers(self) -> None:
         """Running statistics are rank 0's, as in DDP. (Of a divided model, each rank has its own layers'.)"""
@@ -279,6 +277,7 @@ class Trainer:
     @torch.no_grad()
     def test(self) -> dict[str, float]:
         """Loss and accuracy on the test split. Its batches are dealt out to the ranks, and added up in their order."""
+        self.confirm()
         self.share_buffers()
         self.model.eval()
         size = len(self.data.test)
@@ -307,7 +306,7 @@ class Trainer:
         """What all ranks share."""
         return {
             "step": self.step,
-            "counted": self._counted,
+            "counted": self._metrics.steps,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "master": None if self.master is None else self.master.state_dict(),
             "numerics": self.numerics.state_dict(),
@@ -318,8 +317,7 @@ class Trainer:
         """What each of this process's ranks has for itself: of a divided model, its part."""
         first, *others = self.exchange.state_of_rank()
         first = first | self.numerics.state_of_rank() | (self._weights() if self.placement is not None else {})
-        sums = zip(self._losses, self._correct, self._predictions, strict=True)
-        return [e | {"sums": (float(a), int(b), c)} for e, (a, b, c) in zip((first, *others), sums, strict=True)]
+        return [entry | {"sums": sums} for entry, sums in zip((first, *others), self._metrics.sums(), strict=True)]
 
     def _weights(self) -> dict[str, Any]:
         return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()}
@@ -334,15 +332,12 @@ class Trainer:
         if self.master is not None:
             self.master.load_state_dict(saved["master"])
         self.numerics.load_state_dict(saved["numerics"])
-        self._counted = saved["counted"]
         mine = [of_ranks[rank] for rank in self.exchange.ranks] if self.placement is None else [of_ranks[self.world.rank]]
-        for place, entry in enumerate(mine):
-            loss, correct, self._predictions[place] = entry["sums"]
-            self._losses[place].fill_(loss)
-            self._correct[place].fill_(correct)
+        self._metrics.load([entry["sums"] for entry in mine], saved["counted"])
         self.numerics.load_state_of_ranks(mine)
         self.exchange.load_state_of_rank(of_ranks)
-        self._batches = None
+        self._update = self._make_update()
+        self._feed.forget()
 
     def close(self) -> None:
         self.exchange.close()

@@ -4,8 +4,9 @@ The loop knows ahead which samples a step needs, so it hands a stream its reques
 random in its request's key alone: the same key gives the same batch on any rank, device or process, and after a resume.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from lowp.train.randomness import seed_of
 
 Key = tuple[int | str, ...]
+
+AHEAD = 16  # micro-batches whose integers travel to a device in one copy
 
 
 class Request(NamedTuple):
@@ -72,3 +75,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def plans_on(device: torch.device, plan: Callable[[Request], Tensor], requests: Iterable[Request]) -> Iterator[Tensor]:
+    """`plan(request)` (integers, a column a sample) for each request, on the device. Requests are taken ahead: a copy to a GPU
+    takes the host as long as several kernels."""
+    coming = iter(requests)
+    while plans := [*map(plan, islice(coming, AHEAD))]:
+        yield from to_device(torch.cat(plans, 1), device).split([each.shape[1] for each in plans], 1)

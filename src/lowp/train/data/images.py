@@ -5,7 +5,8 @@ with 256 entries a channel, computed once in double precision and rounded once t
 copy of a batch, and all devices give the same bits. The set is kept as bytes and looked up batch by batch; one that is small in
 the run's dtype too is looked up once, whole.
 
-There is nothing to prefetch. On a GPU a batch is only queued work: no call here waits for the device.
+There is nothing to prefetch but the integers (`plans_on`). On a GPU a batch is only queued work: no call here waits for the
+device.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowp.train.data.augment import Augment
-from lowp.train.data.base import Request, to_device
+from lowp.train.data.base import Request, plans_on
 
 _READY_BYTES = 256 << 20  # a set up to this size is kept normalised
 
@@ -35,16 +36,23 @@ class ResidentImages:
         return len(self._labels)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[tuple[Tensor, Tensor]]:
-        return map(self._batch, requests)
+        return map(self._batch, plans_on(self._device, self._plan, requests))
 
-    def _batch(self, request: Request) -> tuple[Tensor, Tensor]:
-        draws = self._augment.draw(request.key, len(request.indices))
-        plan = to_device(torch.cat((request.indices[None], draws)), self._device)  # one copy for all of a batch's integers
-        chosen, draws = plan[0], plan[1:]
-        images = self._augment.move(self._images.index_select(0, chosen), draws)
+    def _plan(self, request: Request) -> Tensor:
+        """All of a batch's integers: which samples, and what is drawn for them."""
+        indices = request.indices[None]
+        return torch.cat((indices, self._augment.draw(request.key, len(request.indices)))) if self._augment else indices
+
+    def _batch(self, plan: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = plan[0]
+        images = self._images.index_select(0, chosen)
+        if self._augment:
+            images = self._augment.move(images, plan[1:])
         if not self._ready:
             images = self._normalised(images)
-        return self._augment.cut(images, draws), self._labels.index_select(0, chosen)
+        if self._augment:
+            images = self._augment.cut(images, plan[1:])
+        return images, self._labels.index_select(0, chosen)
 
     def _normalised(self, images: Tensor) -> Tensor:
         channels = len(self._values)

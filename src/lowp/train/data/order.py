@@ -16,8 +16,8 @@ def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed_of(seed, "shuffle", epoch)))
 
 
-def shares(order: Tensor, step: int, batch: int, ranks: int, accumulate: int) -> list[list[Tensor]]:
-    """The step's samples, as [rank][micro-batch]. What is left of an epoch after its last whole batch is not used."""
+def shares(order: Tensor, step: int, batch: int, ranks: int, accumulate: int) -> Tensor:
+    """The step's samples: (ranks, micro-batches, samples). What is left of an epoch after its last whole batch is not used."""
     unit = ranks * accumulate
     if batch < 1 or batch % unit:
         below = batch // unit * unit
@@ -29,5 +29,4 @@ def shares(order: Tensor, step: int, batch: int, ranks: int, accumulate: int) ->
     whole = len(order) // batch
     if not 0 <= step < whole:
         raise ValueError(f"there is no step {step}: {len(order)} samples in batches of {batch} make {whole} steps")
-    of_step = order[step * batch : (step + 1) * batch]
-    return [list(of_rank.chunk(accumulate)) for of_rank in of_step.chunk(ranks)]
+    return order[step * batch : (step + 1) * batch].view(ranks, accumulate, batch // unit)

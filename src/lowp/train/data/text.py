@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowp.train.data.base import Data, Key, Request, generator_of, to_device
+from lowp.train.data.base import Data, Key, Request, generator_of, plans_on
 from lowp.train.regular_file import read_regular
 
 LARGEST = 1 << 30  # bytes of a text: all of it is in memory
@@ -25,6 +25,7 @@ class ResidentText:
         self._context = context
         self._shifting = shifting
         self._device = device
+        self._shifted: tuple[Key, int] = (), 0  # by how much, in which epoch
         self._places = torch.arange(context + 1, device=device)
 
     def __len__(self) -> int:
@@ -32,19 +33,21 @@ class ResidentText:
         return max(len(self._codes) - 1 - furthest, 0) // self._context
 
     def stream(self, requests: Iterable[Request]) -> Iterator[tuple[Tensor, Tensor]]:
-        return map(self._batch, requests)
+        return map(self._batch, plans_on(self._device, self._plan, requests))
 
-    def _batch(self, request: Request) -> tuple[Tensor, Tensor]:
-        starts = request.indices * self._context + self._shift(request.key)
-        places = to_device(starts, self._device)[:, None] + self._places
-        windows = self._codes.take(places).to(torch.int64)
+    def _plan(self, request: Request) -> Tensor:
+        """Where each sample begins."""
+        return (request.indices * self._context + self._shift(request.key[:2]))[None]
+
+    def _batch(self, plan: Tensor) -> tuple[Tensor, Tensor]:
+        windows = self._codes.take(plan[0][:, None] + self._places).to(torch.int64)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
-    def _shift(self, key: Key) -> int:
+    def _shift(self, epoch: Key) -> int:
         """The same for all requests of an epoch: their keys begin with (seed, epoch)."""
-        if not self._shifting:
-            return 0
-        return int(torch.randint(self._context, (), generator=generator_of(key[:2], "shift")))
+        if self._shifting and self._shifted[0] != epoch:
+            self._shifted = epoch, int(torch.randint(self._context, (), generator=generator_of(epoch, "shift")))
+        return self._shifted[1]
 
 
 def open_text(name: str, path: Path, context: int, device: torch.device) -> Data:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lowp.train.exchange.alone import NoExchange
+from lowp.train.exchange.alone import NoExchange as NoExchange
 from lowp.train.exchange.alone import Placed as Placed
 from lowp.train.exchange.base import Exchange as Exchange
 from lowp.train.exchange.base import buckets_of as buckets_of
