@@ -41,7 +41,7 @@ from lowp.train.parallel import Placement, RealTeam, VirtualTeam, pipeline_model
 from lowp.train.plugins import blamed, load_plugin
 from lowp.train.randomness import seed_of, seed_torch
 from lowp.train.recipe import Recipe
-from lowp.train.update import ANSWER_LATER, CheckedUpdate, GatedUpdate, Update
+from lowp.train.update import ANSWER_LATER, CheckedUpdate, GatedUpdate, OptimizerStep
 from lowp.train.world import World
 
 TEST_SAMPLES = 1000  # in a test batch of images; fixed, so that a test's numbers do not depend on the ranks
@@ -131,7 +131,7 @@ class Trainer:
         learns = self.loss_scale is not None or self.numerics.simulation is not None or self.master is not None
         return alone and not learns and self._filter is None and not self.recipe.log.health
 
-    def _make_update(self) -> Update:
+    def _make_update(self) -> OptimizerStep:
         """Anew where states are loaded: it may hold copies of the old ones."""
         if isinstance(self.optimizer, LowPrecisionOptimizer) and self.placement is None and not by_torch(self.recipe):
             return GatedUpdate(self.optimizer, later=self._answers_later)

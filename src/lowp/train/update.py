@@ -12,9 +12,9 @@ with `later` nobody reads in the same step:
 3. `confirm`, in the next step when its backward pass is queued, waits for the event (it is long over) and reads. Where a
    gradient was not finite, weights and states are copied back.
 
-Kernels that look themselves need no copies. The alternative for torch's functions was their fused form, which can leave a step
-out on the device; its results have other last bits. Copies need as much memory as weights and states, so a large model
-(`COPIES_AT_MOST`) waits in every step: its steps are much longer than the wait.
+Kernels that look themselves need no copies. An alternative for torch's functions is their fused form, which can leave a step
+out on the device. It is not used: whether its bits on CUDA are those of the form used here has not been looked at. Copies
+need as much memory as weights and states, so a large model (`COPIES_AT_MOST`) waits in every step.
 """
 
 import math
@@ -33,7 +33,7 @@ COPIES_AT_MOST = 1 << 30  # bytes
 ANSWER_LATER = ("cuda",)  # devices whose numbers the host has to wait for
 
 
-class Update(Protocol):
+class OptimizerStep(Protocol):
     def take(self) -> None:
         """The optimizer's step. Raises NonFiniteGradient, with nothing changed; with `later`, `confirm` does."""
 
@@ -155,7 +155,7 @@ def _largest(gradients: Mapping[str, Tensor]) -> Tensor:
 def _not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """The names of gradients that are infinite or NaN. Waits for the device.
 
-    On a CPU sums are looked at first, which take a tenth of the time: a sum of numbers of which one is not finite is not
+    On a CPU sums are looked at first, which take less time: a sum of numbers of which one is not finite is not
     finite. (A sum may also overflow; then the gradients themselves are looked at.)
     """
     if not gradients:
