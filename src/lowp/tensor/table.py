@@ -54,8 +54,8 @@ class Staircase:
     """For one sign after the other: cells, and entries.
 
     The `tables` that every mode needs are, in this order:
-    - cells: a number whose sum with a magnitude's bits, cut at `shift`, is the entry. From the magnitude at which the next entry
-      begins on, the sum has one carry more. Cells of negative numbers follow those of positive ones.
+    - cells: a number whose sum with a magnitude's bits, cut at `shift`, is the entry. From the magnitude at which the next
+      entry begins on, the sum has one carry more. Cells of negative numbers follow those of positive ones.
     - entries: the carrier's bits of the value; its code.
 
     There are cells between `lowest` and `highest`; magnitudes below and above them are rounded like these.
