@@ -14,6 +14,7 @@ BARS = {
         "float": {"quantize": 0.9, "stochastic": 0.45, "encode": 0.8, "decode": 1.0},
         "codebook": {"quantize": 0.3},
         "posit": {"quantize": 0.3},
+        "block": {"quantize": 0.5, "encode": 0.5, "decode": 0.5},
     },
     "cuda": {
         "float": {"quantize": 0.93, "stochastic": 0.75, "encode": 0.93, "decode": 0.93},
@@ -93,6 +94,7 @@ def _block_candidates(fmt: lowp.BlockFormat, stage: Stage) -> Iterator[Candidate
         codes = lowp.BlockCodes(elements[:n].view(-1, ROW), scales[: n // fmt.size].view(-1, ROW // fmt.size), scale)
         return lowp.decode(codes, fmt)
 
-    yield Candidate("lowp", name, "quantize", quantize, 8, unit=ROW)
-    yield Candidate("lowp", name, "encode", encode, 5, unit=ROW)
-    yield Candidate("lowp", name, "decode", decode, 5, unit=ROW)
+    bars = BARS[stage.device.type].get("block", {})
+    yield Candidate("lowp", name, "quantize", quantize, 8, bars.get("quantize"), unit=ROW)
+    yield Candidate("lowp", name, "encode", encode, 5, bars.get("encode"), unit=ROW)
+    yield Candidate("lowp", name, "decode", decode, 5, bars.get("decode"), unit=ROW)

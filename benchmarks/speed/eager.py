@@ -9,7 +9,7 @@ least times is printed: medians say nothing where other processes use the same c
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ import lowp
 
 SIZES = tuple(1 << power for power in (16, 18, 20, 22, 24))
 SMALL = 64  # elements
+BLOCKS = ("mxfp8_e4m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
+ROW = 1024  # elements of a row that is cut into blocks
 NOISE = lowp.Noise(1, step=2)
 Call = Callable[[], object]
 
@@ -61,6 +63,24 @@ def calls(size: int) -> dict[str, tuple[Call, Call]]:
         name, short = str(dtype).removeprefix("torch."), x.to(dtype)
         found[f"quantize e5m2 of {name}"] = quantize("e5m2", short, torch.empty_like(short))
         found[f"quantize e4m3fn of {name}"] = quantize("e4m3fn", short, torch.empty_like(short))
+    return found | block_calls(x)
+
+
+def block_calls(x: Tensor) -> dict[str, tuple[Call, Call]]:
+    """Block formats allocate their results; `copy_` of the same dtype beside them writes into memory that is there."""
+    found: dict[str, tuple[Call, Call]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = x.clamp(-1e4, 1e4).to(dtype).view(-1, ROW)
+        out, name = torch.empty_like(rows), str(dtype).removeprefix("torch.")
+        for fmt in BLOCKS:
+            codes = lowp.encode(rows, fmt)
+            own: dict[str, Call] = {
+                "quantize": lambda rows=rows, fmt=fmt: lowp.quantize(rows, fmt),
+                "encode": lambda rows=rows, fmt=fmt: lowp.encode(rows, fmt),
+                "decode": lambda codes=codes, fmt=fmt, dtype=dtype: lowp.decode(codes, fmt, dtype=dtype),
+            }
+            for operation, call in own.items():
+                found[f"{operation} {fmt} {name}"] = call, lambda out=out, rows=rows: out.copy_(rows)
     return found
 
 
@@ -111,12 +131,17 @@ def main(only: str = "") -> None:
     for name, microseconds in small_calls().items():
         print(f"  {name:28}{microseconds:8.2f}")
     print("\ntimes as long as copy_ (or clone), by number of elements")
-    tables = {size: calls(size) for size in SIZES}
     print(" " * 32 + "".join(f"{'2^' + str(size.bit_length() - 1):>8}" for size in SIZES))
+    for name, row in times_as_long(only):
+        print(f"  {name:30}" + "".join(f"{value:8.2f}" for value in row), flush=True)
+
+
+def times_as_long(only: str = "") -> Iterator[tuple[str, list[float]]]:
+    """What is timed, and its time over that of the copy, for each of SIZES."""
+    tables = {size: calls(size) for size in SIZES}
     for name in tables[SIZES[0]]:
         if only in name:
-            row = [ratio(*tables[size][name], seconds=0.15 if size < 1 << 22 else 0.4) for size in SIZES]
-            print(f"  {name:30}" + "".join(f"{value:8.2f}" for value in row), flush=True)
+            yield name, [ratio(*tables[size][name], seconds=0.15 if size < 1 << 22 else 0.4) for size in SIZES]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from benchmarks.harness import RESULTS
 from benchmarks.speed.candidates import formats, lowp_candidates
 from benchmarks.speed.conv_net import conv_net_costs
+from benchmarks.speed.eager import SIZES, times_as_long
 from benchmarks.speed.first_calls import NEW_SIZES_FORMAT, builds_for_new_sizes, cold_and_warm
 from benchmarks.speed.measure import Candidate, Stage
 from benchmarks.speed.peers import peer_candidates
@@ -21,9 +22,10 @@ from benchmarks.speed.small_tensors import FORMAT as SMALL_FORMAT
 from benchmarks.speed.small_tensors import small_costs
 from rich.console import Console
 
-SECTIONS = ("numbers", "first", "small", "net")
+SECTIONS = ("numbers", "first", "small", "eager", "net")
 CUDA_SIZES = (1 << 24, 1 << 28)
 SMALL_BAR = 20.0
+EAGER_BAR = 2.0
 CONV_NET_BAR = 1.03
 
 
@@ -69,6 +71,14 @@ def _sections(report: Report, options: argparse.Namespace, tell: Callable[[str],
     if "small" in sections:
         report.rows += [_small_row(row) for row in small_costs(device, options.rounds)]
         yield "small tensors"
+    if "eager" in sections and device == "cpu":
+        title = "Eager calls: times as long as copy_ of the same dtype (block formats allocate their results)"
+        for name, row in times_as_long():
+            for size, value in zip(SIZES, row, strict=True):
+                bar = EAGER_BAR if size <= 1 << 22 else None
+                operation = f"2^{size.bit_length() - 1}"
+                report.rows.append(Row(title, "lowp", name, operation, value, bar, True, rounds=(value,)))
+        yield "eager calls"
     if "net" in sections and device == "cuda":
         report.rows += [_conv_net_row(name, value) for name, value in conv_net_costs(min(3, options.rounds)).items()]
         yield "conv net"

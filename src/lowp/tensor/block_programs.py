@@ -180,13 +180,18 @@ class BlockProgram:
     def rounded(self, x: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
         """float32, float16 or bfloat16 -> the same: what `quantize` returns, in a block that is not poisoned."""
         own, bits = CARRIERS[x.dtype], _bits(x)
-        value = self._product(self._nearest(x, inverse), unit, x.dtype)
+        nearest = self._nearest(x, inverse)
+        if x.dtype == torch.bfloat16 and self.fmt.power_of_two_scale and significant_bits(self.fmt.element) <= 8:
+            # A number of bfloat16: it has few bits, and where the grid is finer than bfloat16's smallest number it is x.
+            value = (nearest * unit).view(torch.int32) >> 16
+        else:
+            value = _bits(self._product(nearest, unit, x.dtype))
         magnitude, sign = bits & own.magnitude, bits & own.sign
         special = sign | own.nan
         if self.fmt.element.has_inf and not self.saturate:
             special = torch.where(magnitude == own.infinity, bits, special)
         finite = magnitude <= own.infinity if self.saturate else magnitude < own.infinity
-        return _stored(torch.where(finite, _bits(value), special), own)
+        return _stored(torch.where(finite, value, special), own)
 
     def value(self, code: Tensor, unit: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """int32 -> `dtype`: the numbers that codes of elements stand for. Bits above the format's are ignored."""

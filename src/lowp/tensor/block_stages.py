@@ -50,8 +50,9 @@ class BlockOperation:
             return trace(call, [Element(dtype) for dtype in dtypes], 0, 0, [], device)
 
         whole = [torch.float32] * self.program.fmt.tensor_scale
-        # float32 numbers in units that are powers of two take fewer operations as floats, unless codes are made of them.
-        in_floats = self.program.fmt.power_of_two_scale and self.dtype == torch.float32 and self.kind != "encode"
+        # Numbers in units that are powers of two take fewer operations as floats, unless codes are made of them.
+        narrow = self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and self.kind == "decode")
+        in_floats = self.program.fmt.power_of_two_scale and not narrow and self.kind != "encode"
         by_steps = device.type == "cpu" and block_steps.suits(self.program.fmt) and not in_floats
         carry, element, value = (
             (self._steps, self._element_by_steps, self._value_by_steps)

@@ -151,12 +151,13 @@ class _Rounder:
     def _entry(self, bits: Tensor, noise: Tensor | None, tables: Tables) -> Tensor:
         """The entry of the staircase that each number is rounded to."""
         assert self.stairs is not None
-        magnitude, negative = self._split(bits)
+        magnitude, negative = bits & self.carrier.magnitude, bits >> (bits.dtype.itemsize * 8 - 1)
         entry = self.stairs.find(magnitude, negative, tables)
         if noise is not None:
-            up = goes_up(magnitude, [table[entry] for table in tables[4:]], noise, self.carrier)
+            magnitude = magnitude.clamp(max=self.carrier.infinity)
+            up = goes_up(magnitude, [table[entry] for table in tables[3:]], noise, self.carrier)
         elif self.mode is Rounding.TO_ODD:
-            up = (magnitude > (tables[2][entry] & self.carrier.magnitude)) & tables[4][entry]
+            up = (magnitude > (tables[1][entry] & self.carrier.magnitude)) & tables[3][entry]
         else:
             return entry
         return entry + up.to(entry.dtype)
@@ -259,7 +260,7 @@ class Quantize(_Rounder):
             elif self.posit is not None:
                 result = tables[0][self._posit_code(bits, noise, tables)]
             else:
-                result = tables[2][self._entry(bits, noise, tables)]
+                result = tables[1][self._entry(bits, noise, tables)]
             result = torch.where((bits & self.carrier.magnitude) > self.carrier.infinity, bits, result)
         return self.target.store(convert(result, self.carrier, self.target))
 
@@ -305,7 +306,7 @@ class Encode(_Rounder):
         elif self.posit is not None:
             code = self._posit_code(bits, noise, tables)
         else:
-            code = tables[3][self._entry(bits, noise, tables)]
+            code = tables[2][self._entry(bits, noise, tables)]
             positive, negative = (torch.full_like(bits, nan) for nan in self.nan_codes)
             nan = torch.where(bits < 0, negative, positive)
             code = torch.where((bits & self.carrier.magnitude) > self.carrier.infinity, nan, code)

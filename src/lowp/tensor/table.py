@@ -1,8 +1,8 @@
 """Formats that are tables: codebooks, and floats that are no plain grid (e8m0fnu, unsigned ones, ones without subnormals).
 
 Rounding is a staircase: as a magnitude grows, the result climbs from entry to entry. The steps are found once, exactly, by
-asking the reference; after that a magnitude finds its entry with two look-ups and one comparison: its leading bits select a
-cell that holds at most one step, the cell names the entry at its start and the magnitude at which the step comes.
+asking the reference; after that a magnitude finds its entry with one look-up and one addition: its leading bits select a cell
+that holds at most one step, and what is added to its bits there lets them carry into the entry's number from the step on.
 """
 
 import math
@@ -54,25 +54,29 @@ class Staircase:
     """For one sign after the other: cells, and entries.
 
     The `tables` that every mode needs are, in this order:
-    - cells: the entry at the start of each; the magnitude bits at which the next entry begins (or the largest integer).
-      Cells of negative numbers follow those of positive ones.
+    - cells: a number whose sum with a magnitude's bits, cut at `shift`, is the entry. From the magnitude at which the next
+      entry begins on, the sum has one carry more. Cells of negative numbers follow those of positive ones.
     - entries: the carrier's bits of the value; its code.
+
+    There are cells between `lowest` and `highest`; magnitudes below and above them are rounded like these.
 
     Two more are for the modes that start toward zero and may then go one entry up. To odd: is the entry's rank `even`?
     Stochastic: the `gaps` above entries.
     """
 
     shift: int
-    cells: int
+    lowest: int
+    highest: int
     tables: "tuple[Table, ...]"
     even: Table
     gaps: "tuple[Table, ...]"
 
     def find(self, magnitude: Tensor, negative: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
         """The entry that each magnitude is rounded to (`tensors` are this staircase's tables, on the magnitudes' device)."""
-        cell_entry, cell_step = tensors[:2]
-        cell = (magnitude >> self.shift) - negative * self.cells
-        return cell_entry[cell] + (magnitude >= cell_step[cell]).to(magnitude.dtype)
+        inside = magnitude.clamp(self.lowest, self.highest)
+        first, count = self.lowest >> self.shift, len(self.tables[0].values) // 2
+        cell = (inside >> self.shift) - first + (negative & count)
+        return (tensors[0][cell] + inside) >> self.shift
 
 
 def _steps(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool, negative: bool) -> tuple[list[int], list[float]]:
@@ -130,34 +134,35 @@ def _about(magnitudes: list[float], carrier: Carrier) -> set[int]:
 def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool) -> Staircase:
     """The staircase of a format under one mode (not stochastic or to odd: `_Rounder` makes them of the one toward zero)."""
     sides = [_steps(fmt, carrier, mode, saturate, negative) for negative in (False, True)]
-    shift = carrier.fraction_bits
+    entries, width = sum(len(values) for _, values in sides), carrier.compute.itemsize * 8
+    shift = min(carrier.fraction_bits, width - 1 - entries.bit_length())  # an entry's number fits above
     while any(len({s >> shift for s in steps}) < len(steps) for steps, _ in sides):
         shift -= 1
-    cells = (carrier.infinity >> shift) + (1 << max(carrier.fraction_bits - shift, 0))  # NaNs have cells as well
-    if shift < 0 or cells > MAX_CELLS:
+    places = [s >> shift for steps, _ in sides for s in steps]
+    # Before the first step there is a cell without one, if the first can be at its cell's beginning.
+    first, last = (max(min(places) - 1, 0), max(places)) if places else (0, 0)
+    if shift < 0 or last - first >= MAX_CELLS:
         raise ValueError(f"{fmt} is too irregular for a table: its neighbours lie too close together")
-    never = torch.iinfo(carrier.compute).max
-    entry_of_cell: list[int] = []
-    step_of_cell: list[int] = []
+    cells: list[int] = []
     results: list[float] = []
     for steps, values in sides:
         at_cell = {s >> shift: s for s in steps}
         entry = len(results)
-        for cell in range(cells):
-            entry_of_cell.append(entry)
-            step_of_cell.append(at_cell.get(cell, never))
+        for cell in range(first, last + 1):
+            step = at_cell.get(cell, cell + 1 << shift)
+            cells.append((entry + 1 << shift) - step)
             entry += cell in at_cell
         results += values
     negative = [side == 1 and fmt.signed for side, (_, values) in enumerate(sides) for _ in values]
     gaps = [_gap(value, fmt, below, saturate) for value, below in zip(results, negative, strict=True)]
     even = [gap is not None and _is_even(value, fmt, below) for value, below, gap in zip(results, negative, gaps, strict=True)]
     tables = (
-        Table(entry_of_cell, carrier.compute),
-        Table(step_of_cell, carrier.compute),
+        Table(cells, carrier.compute),
         Table([bits_of_number(value, carrier) for value in results], carrier.compute),
         Table([_code(value, fmt) for value in results], carrier.compute),
     )
-    return Staircase(shift, cells, tables, Table(even, torch.bool), gap_tables(gaps, carrier))
+    highest = min((last + 1 << shift) - 1, carrier.magnitude)
+    return Staircase(shift, first << shift, highest, tables, Table(even, torch.bool), gap_tables(gaps, carrier))
 
 
 def _code(value: float, fmt: Format) -> int:

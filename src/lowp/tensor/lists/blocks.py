@@ -248,7 +248,7 @@ class _BlockSource:
             lines += [
                 f"    auto target = ({SCALARS[operation.storage]}*)elements + begin(first + b);",
                 "    if (most[b]) {",
-                f"        for (long e = 0; e < stop; e++) target[e] = {own.nan};",
+                *_over_block(f"store(target + e, splat<{kind}>({own.nan}), n);"),
                 "        continue;",
                 "    }",
                 *_over_block(f"{kind} result; element_of({load}, result); store(target + e, result, n);"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.tracing import Element, Program, fused, in_words, trace
+from lowp.tensor.lists.tracing import Element, Program, Statement, fused, in_words, trace
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
 
 _CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def build(
     program = trace(results, [Element(dtype) for dtype in sized], numbers, scalars, list(tables), _CPU)
     assert program.results[0].dtype == out, (program.results[0].dtype, out)
     program = fused(program) if exact_products else program
-    text = _source(in_words(program, words) if words else program, sized, out, [table.dtype for table in tables])
+    text = _source(in_words(program, words) if words else program, sized, out, tables)
     arguments = (*[ctypes.c_void_p] * (len(sized) + 3 + len(tables)), ctypes.c_long, ctypes.c_long)
     return _CppFlatKernel(cpp.build_parallel(text, arguments))
 
@@ -73,14 +73,56 @@ class _CppFlatKernel:
         )
 
 
-def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, tables: Sequence[torch.dtype]) -> str:
+_MOST_HELD = 256  # numbers of a table that is kept in registers
+_HELD = r"""
+#if defined(LONG_32)
+template <int N> struct Held {  // a table of up to 16 * N numbers in registers: a gather takes 22 cycles, N = 4 takes 3
+    i32 part[N];
+    template <class T> __attribute__((always_inline)) Held(const T* table, int count) {
+        for (int i = 0; i < N; i++) for (int l = 0; l < 16; l++) part[i][l] = 16 * i + l < count ? table[16 * i + l] : 0; }
+    template <int FIRST = 0, int COUNT = N> __attribute__((always_inline)) i32 operator()(i32 index) const {
+        if constexpr (COUNT == 1) return (i32)_mm512_permutexvar_epi32((__m512i)index, (__m512i)part[FIRST]);
+        else if constexpr (COUNT == 2)
+            return (i32)_mm512_permutex2var_epi32((__m512i)part[FIRST], (__m512i)index, (__m512i)part[FIRST + 1]);
+        else {  // which half: one instruction tests a bit
+            const i32 low = (*this).template operator()<FIRST, COUNT / 2>(index);
+            const i32 high = (*this).template operator()<FIRST + COUNT / 2, COUNT / 2>(index);
+            const __mmask16 upper = _mm512_test_epi32_mask((__m512i)index, _mm512_set1_epi32(8 * COUNT));
+            return (i32)_mm512_mask_mov_epi32((__m512i)low, upper, (__m512i)high); } }
+};
+#define HOLD(number, count, parts) const Held<parts> held##number(table##number, count);
+#else
+#define HOLD(number, count, parts) const auto held##number = [=](i32 index) { \
+    i32 r; for (int l = 0; l < LANES; l++) r[l] = table##number[index[l]]; return r; };
+#endif
+"""
+
+
+class _FlatPrinter(Printer):
+    """Small tables of integers are kept in registers."""
+
+    def __init__(self, tables: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.held = {i: t.numel() for i, t in enumerate(tables) if t.numel() <= _MOST_HELD and t.dtype in _HELD_DTYPES}
+
+    def expression(self, s: Statement) -> str:
+        if s.operation != "look_up" or s.arguments[0] not in self.held:
+            return super().expression(s)
+        return f"converted<{TYPES[s.result.dtype]}>(held{s.arguments[0]}({self.argument(s.arguments[1], torch.int32)}))"
+
+
+_HELD_DTYPES = (torch.int8, torch.int16, torch.int32)
+
+
+def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, tables: Sequence[Tensor]) -> str:
     """The program on as many numbers at a time as a vector holds, chunk by chunk."""
-    printer = Printer()
+    printer = _FlatPrinter(tables)
     statements = [f"const {TYPES[s.result.dtype]} {s.result.name} = {printer.expression(s)};" for s in program.statements]
     result = printer.argument(program.results[0], out)
     noticed = [f"            noticed |= {program.results[1].name};"] if len(program.results) > 1 else []
     inputs = "".join(f"const {SCALARS[dtype]}* p{i}, " for i, dtype in enumerate(sized))
-    looked_up = "".join(f"const {SCALARS[dtype]}* table{i}, " for i, dtype in enumerate(tables))
+    looked_up = "".join(f"const {SCALARS[table.dtype]}* table{i}, " for i, table in enumerate(tables))
+    held = [(i, count, 1 << max(count - 1 >> 4, 0).bit_length()) for i, count in printer.held.items()]
     indexed = any(s.operation == "index" for s in program.statements)
     lines = [
         f'extern "C" int run({inputs}{SCALARS[out]}* target, const int32_t* numbers, const float* scalars, {looked_up}'
@@ -95,6 +137,7 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
             for place, v in program.numbers.items()
         ),
         *(f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in program.scalars.items()),
+        *(f"        HOLD({number}, {count}, {parts})" for number, count, parts in held),
         "        i32 noticed = {};",
         "        const auto body = [&](long e, long count) __attribute__((always_inline)) {",
         *(["            const i32 index = splat<i32>((int32_t)e) + LANE_NUMBERS;"] if indexed else []),
@@ -124,4 +167,4 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
     wide = any(s.result.dtype.itemsize == 8 for s in program.statements)
     lanes = 8 if wide else 16
     numbered = f"#define LANE_NUMBERS i32{{{', '.join(map(str, range(lanes)))}}}"
-    return "\n".join([preamble(lanes), numbered, *printer.declarations(), *lines])
+    return "\n".join([preamble(lanes), numbered, *([_HELD] if held else []), *printer.declarations(), *lines])
