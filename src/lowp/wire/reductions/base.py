@@ -182,7 +182,7 @@ class ChunkJob:
                 for index in indices
             }
         with rules.timed("decode", self.device):
-            numbers = torch.empty(self.chunk.size, dtype=torch.float32, device=self.device)
+            numbers = self.take_bytes(4 * self.chunk.size).view(torch.float32)
             messages.decode(received.view(-1), numbers, messages=len(received), stride=messages.length)
             peaks = messages.peaks(received.view(-1), len(received), messages.length)
         split = peaks.split([len(shards[index].parts) for index in indices])
