@@ -13,8 +13,8 @@ each other would deadlock, and buckets become ready at different times on differ
 There is no cycle: a message that a rank waits for at some date was sent by another rank after waits of earlier dates only. With
 DEPTH chunks at once, chunk k starts when chunk k - DEPTH is done, which is before date k because DEPTH is larger than SPREAD.
 
-DEPTH and SPREAD are so large that the link has messages of other chunks to carry while a rank waits for the last ones of chunk k
-and then decodes them, also where the operating system keeps the rank from running for some milliseconds.
+DEPTH and SPREAD are so large that the link has messages of other chunks to carry while a rank waits for the last ones of
+chunk k and decodes them, also where the operating system keeps the rank from running for some milliseconds.
 """
 
 import heapq
