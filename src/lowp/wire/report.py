@@ -17,7 +17,7 @@ from lowp.wire.messages import Messages
 
 SAMPLE = 1024  # elements of a message part that are looked at for saturation and underflow
 ONE_IN = 16  # steps, on CUDA
-ONE_PART_IN = 32  # on a CPU: a sample takes some ten operations, and twenty times that in block formats
+ONE_PART_IN = 32  # on a CPU: a sample takes some twenty operations
 
 
 def ring_bytes(size: int, world: int) -> float:
