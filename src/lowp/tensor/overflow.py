@@ -78,7 +78,10 @@ def _in_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
     codes = encode(x, fmt, saturate=True, nan="zero")
     element = fmt.element
     at_the_end = decode(codes.elements, element, dtype=torch.float64).abs() >= element.max
-    unit = decode(codes, fmt, dtype=torch.float64).abs() / element.max
+    unit = decode(codes.scales, fmt.scale, dtype=torch.float64)
+    if codes.tensor_scale is not None:
+        unit = unit * codes.tensor_scale.to(torch.float64)  # exact: at most 28 bits
+    unit = unit.repeat_interleave(fmt.size, -1)[..., : x.shape[-1]]
     limit, inclusive = border(element, negative=False)
     beyond = _reaches(x.abs().to(torch.float64), unit * limit, inclusive)
     return at_the_end & beyond & x.isfinite()

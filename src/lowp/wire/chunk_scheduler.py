@@ -6,12 +6,15 @@ busy at the same time.
 The thread blocks in one wait at a time, because gloo cannot be asked whether a message has arrived. Two ranks that wait for
 each other would deadlock, and buckets become ready at different times on different ranks. So all ranks have one order of waits:
 
-1. Every wait has a date, which is the same on all ranks. Chunk k has its first wait at date k, its last at k + 1.5, and the
+1. Every wait has a date, which is the same on all ranks. Chunk k has its first wait at date k, its last at k + 3.5, and the
    others at equal distances between. Where ranks wait different numbers of times in a chunk, all dates are k.
 2. A rank takes the wait of the earliest date first.
 
 There is no cycle: a message that a rank waits for at some date was sent by another rank after waits of earlier dates only. With
-at least two chunks at once, chunk k starts when chunk k - 2 is done, which is before date k.
+DEPTH chunks at once, chunk k starts when chunk k - DEPTH is done, which is before date k because DEPTH is larger than SPREAD.
+
+DEPTH and SPREAD are so large that the link has messages of other chunks to carry while a rank waits for the last ones of
+chunk k and decodes them, also where the operating system keeps the rank from running for some milliseconds.
 """
 
 import heapq
@@ -23,8 +26,8 @@ from typing import Any
 from lowp.wire.link import Pending
 from lowp.wire.report import Meter
 
-DEPTH = 4  # chunks under way at once; at least 2
-SPREAD = 1.5  # from the first wait of a chunk to its last
+DEPTH = 8  # chunks under way at once; more than SPREAD
+SPREAD = 3.5  # from the first wait of a chunk to its last
 
 
 @dataclass(order=True)

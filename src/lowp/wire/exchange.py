@@ -260,7 +260,9 @@ class BucketExchange:
         source, target = (x[chunk.start : chunk.stop] for x in (self._source, self._flat))
         direct = target.dtype != torch.float64
         sums = target if direct else torch.empty(chunk.size, dtype=torch.float32, device=target.device)
-        yield from self._reduction.exchange(ChunkJob(chunk, source, sums, self._rules, link, unscale))
+        job = ChunkJob(chunk, source, sums, self._rules, link, unscale)
+        yield from self._reduction.exchange(job)
+        job.buffers.give_back()
         if not direct:
             target.copy_(sums)
         self._left -= 1

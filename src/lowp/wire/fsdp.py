@@ -265,6 +265,7 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
         yield job.link.exchange(sent, {rank: received[rank] for rank in range(world)})
         total = rules.fold_messages(received, chunk.shards[link.rank], Stage.ADDEND, range(world))
         output[start:stop] = total.numbers.div_(divisor) * _poison(total.peaks)
+        job.buffers.give_back()
 
     plain = (world - 1) / world * 4 * source.numel()
     pieces = _pieces(output.numel())
@@ -302,6 +303,7 @@ def _gather_from_owners(output: Tensor, source: Tensor, codec: Codec, group: Any
         peaks = gathered.messages.peaks(gathered.buffer)
         gathered.messages.decode(gathered.buffer, numbers)
         rows[:, start:stop] = numbers.view(link.world, -1) * _poison(peaks)[:, None]
+        job.buffers.give_back()
 
     plain = (link.world - 1) * 4 * source.numel()
     pieces = _pieces(source.numel())

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -15,7 +16,8 @@ from lowp.wire.codec import Codec
 from lowp.wire.messages import Messages
 
 SAMPLE = 1024  # elements of a message part that are looked at for saturation and underflow
-ONE_IN = 16  # parts
+ONE_IN = 16  # steps, on CUDA
+ONE_PART_IN = 32  # on a CPU: a sample takes some twenty operations
 
 
 def ring_bytes(size: int, world: int) -> float:
@@ -86,7 +88,7 @@ class Meter:
     def __init__(self, whole: bool = False, samples: bool = True) -> None:
         self._whole = whole
         self._samples = samples or whole
-        self._parts = 0
+        self._parts: Counter[Codec] = Counter()
         self.report = WireReport()
         self._counts: Tensor | None = None  # seen, saturated, underflowed
         self._errors: Tensor | None = None  # squares of the errors, squares of the exact sums
@@ -120,13 +122,16 @@ class Meter:
         if not self._samples:
             return
         for group in messages.groups:
-            step = 1 if self._whole else ONE_IN if numbers.device.type == "cpu" else len(group.segments)
-            for segment in group.segments[self._parts % ONE_IN % len(group.segments) :: step]:
+            count, before = len(group.segments), self._parts[group.codec]
+            self._parts[group.codec] += count
+            first, step = (
+                (before % ONE_IN % count, count) if numbers.device.type != "cpu" else (-before % ONE_PART_IN, ONE_PART_IN)
+            )
+            for segment in group.segments if self._whole else group.segments[first::step]:
                 own = numbers[segment.start : segment.start + segment.part.size]
                 own = (own if self._whole else own[: max(SAMPLE, group.codec.scale.block)]).to(torch.float32)
                 own = own if factors is None else own * factors[segment.part.layer]
                 self._sample(group.codec, own, buffer[segment.begin : segment.end], segment.part.size)
-            self._parts += len(group.segments)
 
     def _sample(self, codec: Codec, numbers: Tensor, message: Tensor, count: int) -> None:
         sample = numbers if self._whole and codec.scale.kind != "block" else numbers[:SAMPLE]

@@ -7,7 +7,7 @@ rank's numbers after the other. `Rules` does the arithmetic of both. The conform
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from lowp.wire.messages import Messages
 from lowp.wire.part_kernels import scale_function
 from lowp.wire.plan import Chunk, Shard, constants
 from lowp.wire.rules import Load, Rules, Stage
+from lowp.wire.scratch import Buffers
 
 
 @dataclass
@@ -56,6 +57,11 @@ class ChunkJob:
     rules: Rules
     link: ChunkLink
     unscale: "Callable[[Messages, Tensor, int, int], tuple[Tensor | None, int]]" = lambda *messages: (None, 1)
+    buffers: Buffers = field(default_factory=Buffers)
+
+    def take_bytes(self, count: int) -> Tensor:
+        """Room for `count` bytes of messages, until the chunk is done."""
+        return self.buffers.take(count, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +128,7 @@ class ChunkJob:
             end += 0 if rank == me else lengths[rank]
         begins[me] = end + me * lengths[me]
         messages = self.messages(ranks, Stage.ADDEND, begins)
-        buffer = torch.empty(end + len(ranks) * lengths[me], dtype=torch.uint8, device=self.device)
+        buffer = self.take_bytes(end + len(ranks) * lengths[me])
         self.write_own(messages, ranks, Stage.ADDEND, buffer)
         sent = {rank: messages.view(buffer, rank) for rank in ranks}
         return sent, buffer[end:].view(len(ranks), lengths[me])
@@ -130,7 +136,7 @@ class ChunkJob:
     def write_to_all(self) -> Tensor:
         """Room for the whole chunk's messages of all ranks, where this one's lies already: [ranks, bytes]."""
         messages = self.messages(self._everything, Stage.ADDEND)
-        received = torch.empty(self.link.world, messages.length, dtype=torch.uint8, device=self.device)
+        received = self.take_bytes(self.link.world * messages.length).view(self.link.world, messages.length)
         self.write_own(messages, self._everything, Stage.ADDEND, received[self.link.rank])
         return received
 
@@ -153,17 +159,18 @@ class ChunkJob:
     def write_all(self, indices: Sequence[int], stage: Stage) -> Tensor:
         """This rank's own numbers of some shards, as one message."""
         messages = self.messages(indices, stage)
-        message = torch.empty(messages.length, dtype=torch.uint8, device=self.device)
+        message = self.take_bytes(messages.length)
         self.write_own(messages, indices, stage, message)
         return message
 
     def room_for(self, indices: Iterable[int], stage: Stage) -> Tensor:
         length = sum(self.rules.length(self.chunk.shards[index], stage) for index in indices)
-        return torch.empty(length, dtype=torch.uint8, device=self.device)
+        return self.take_bytes(length)
 
     def room_for_ranks(self, indices: Sequence[int], stage: Stage, ranks: int) -> Tensor:
         """For several ranks' messages of some shards: [ranks, bytes]."""
-        return torch.empty(ranks, self.messages(indices, stage).length, dtype=torch.uint8, device=self.device)
+        length = self.messages(indices, stage).length
+        return self.take_bytes(ranks * length).view(ranks, length)
 
     def fold(self, received: Tensor, indices: Sequence[int], stage: Stage, actors: Sequence[int]) -> dict[int, Load]:
         """The sums of such messages, by shard."""
@@ -175,7 +182,7 @@ class ChunkJob:
                 for index in indices
             }
         with rules.timed("decode", self.device):
-            numbers = torch.empty(self.chunk.size, dtype=torch.float32, device=self.device)
+            numbers = self.take_bytes(4 * self.chunk.size).view(torch.float32)
             messages.decode(received.view(-1), numbers, messages=len(received), stride=messages.length)
             peaks = messages.peaks(received.view(-1), len(received), messages.length)
         split = peaks.split([len(shards[index].parts) for index in indices])
@@ -204,7 +211,7 @@ class ChunkJob:
         lengths = [self.rules.length(shard, stage) for shard in self.chunk.shards]
         stride = max(lengths)
         messages = self.messages(self._everything, stage, range(0, len(lengths) * stride, stride) if stride else None)
-        buffer = torch.empty(len(lengths) * stride, dtype=torch.uint8, device=self.device)
+        buffer = self.take_bytes(len(lengths) * stride)
         return Rooms(messages, buffer, {index: index for index in self._everything}, lengths)
 
     def finish(self, totals: Rooms) -> None:

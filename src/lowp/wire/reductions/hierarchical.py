@@ -191,14 +191,14 @@ def _through_shards(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
         yield job.link.exchange(sends, receives)
         return {peer: job.split(receives[peer], rows_of[peer], stage) for peer in rows_of}
 
-    encoded = {i: between.write(sums[i], job.chunk.shards[i], Stage.NODE, here) for i in sums}
+    encoded = {i: between.write(sums[i], job.chunk.shards[i], Stage.NODE, here, job.room_for([i], Stage.NODE)) for i in sums}
     came = yield from swap(encoded, Stage.NODE, sent=lambda number: number, wanted=lambda number: here)
     totals = {}
     for column in held:
         i = rows(column)[here]
         messages = [encoded[i] if number == here else came[holder(number, column)][i] for number in range(len(nodes))]
         whole = between.fold_messages(torch.stack(messages), job.chunk.shards[i], Stage.NODE, range(len(nodes)))
-        totals[i] = between.write(whole, job.chunk.shards[i], Stage.TOTAL, 0)
+        totals[i] = between.write(whole, job.chunk.shards[i], Stage.TOTAL, 0, job.room_for([i], Stage.TOTAL))
     came = yield from swap(totals, Stage.TOTAL, sent=lambda number: here, wanted=lambda number: number)
     for arrived_totals in came.values():
         totals |= arrived_totals
