@@ -97,11 +97,12 @@ class _Region:
 
     def make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
         length = prod(shape) * dtype.itemsize
-        if self.used + length > self.memory.numel() or self.memory.device != device:
-            self.memory = torch.empty(self.used + length, dtype=torch.uint8, device=device)
+        end = -(-(self.used + length) // _ALIGNMENT) * _ALIGNMENT
+        if end > self.memory.numel() or self.memory.device != device:
+            self.memory = torch.empty(end, dtype=torch.uint8, device=device)
             self.views.clear()  # those that are in use stay where they are until the next round
         view = self.memory[self.used : self.used + length].view(dtype).view(shape)
-        found = view, -(-(self.used + length) // _ALIGNMENT) * _ALIGNMENT
+        found = view, end
         self.views[self.used, shape, dtype] = found
         return found
 
