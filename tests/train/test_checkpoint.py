@@ -21,6 +21,7 @@ from lowp.train import checkpoint
 from lowp.train.checkpoint import CheckpointError, NoUsableCheckpoint, latest, load, pack, save, unpack
 from lowp.train.stored_state import STORABLE
 from lowp.wire.exchange import State
+from lowp.wire.layer_tensors import Bounds, Residuals
 
 
 def small(step):
@@ -192,7 +193,8 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(kind, tmp
 
 def test_the_memory_of_a_gradient_compression_comes_back():
     residuals = {"fc.weight": torch.randn(3, generator=torch.Generator().manual_seed(0))}
-    state = State(residuals, {"fc.weight": torch.tensor([100, 7], dtype=torch.uint8)}, step=4)
+    bounds = {"fc.weight": torch.tensor([100, 7], dtype=torch.uint8)}
+    state = State(Residuals(residuals), Bounds(bounds), step=4)
     loaded = State()
     loaded.load_state_dict(unpack(pack(state.state_dict())))
     assert same(loaded.state_dict(), state.state_dict())

@@ -59,7 +59,7 @@ def moving_buckets(rank):
     means = []
     for step, buckets in enumerate(itertools.islice(itertools.cycle(BUCKETS), 8)):
         means.append(compressor.reduce(gradients(rank, step), buckets))
-    residuals = compressor.state.residuals
+    residuals = compressor.state.residuals.named()
     compressor.close()
     return means, residuals
 

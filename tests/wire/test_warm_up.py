@@ -63,7 +63,16 @@ class Pretended:
 
             return call
 
+        def of_few(chain, device):
+            def call(tensors, out, numbers, *_):
+                outer.called.add(chain)
+                for room, found in zip(out, chain.function(*tensors, numbers), strict=True):
+                    room.copy_(found)
+
+            return call
+
         kernels._build, parts._build, block_kernels._build = Kernel, of_parts, of_blocks
+        kernels._build_elementwise = of_few
         kernels.CALLS_BEFORE_BUILD = CALLS_BEFORE_BUILD
         lowp.set_kernel_policy("auto")
 

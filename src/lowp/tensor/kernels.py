@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -99,6 +99,10 @@ def building() -> Iterator[None]:
         yield
     finally:
         _state.now.building = before
+
+
+def kernel_policy() -> str:
+    return _state.policy
 
 
 def kernel_info() -> dict[str, Any]:
@@ -368,25 +372,47 @@ def _dtypes(operation: Operation) -> tuple[torch.dtype, torch.dtype]:
 class Elementwise:
     """A chain of operations on a few numbers: one launch on CUDA instead of one for each; on a CPU it is simply called.
 
-    `arguments` are the dtypes of flat tensors of one length, `result` is that of the result.
+    `arguments` are the dtypes of flat tensors of one length, `results` those of what the function gives, a list. `numbers` is
+    how many integers it takes besides, as its last argument. With `long`, a chain with one result is a kernel on a CPU as well.
     """
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Sequence[Tensor]]
     arguments: tuple[torch.dtype, ...]
-    result: torch.dtype
+    results: tuple[torch.dtype, ...]
+    numbers: int = 0
+    long: bool = False
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], out: Sequence[Tensor], numbers: Sequence[Any] = ()) -> None:
+        """Write the results of flat tensors to `out`, which may be among them."""
         device = tensors[0].device
-        kernel = get_or_build(self, device, SMALL, _build_elementwise) if device.type == "cuda" else None
-        if kernel is None:
-            return self.function(*tensors)
-        out = torch.empty(tensors[0].shape, dtype=self.result, device=device)
-        kernel(tensors, out, None, None, ())
-        return out
+        if device.type == "cuda":
+            kernel = get_or_build(self, device, SMALL, _build_elementwise)
+        else:
+            kernel = get_or_build(self, device, out[0].numel(), _build_elementwise) if self.long else None
+        if kernel is not None:
+            kernel(tensors, out, numbers, None, ())
+            return
+        for room, found in zip(out, self.function(*tensors, *([numbers] if self.numbers else [])), strict=True):
+            room.copy_(found)
 
 
 def _build_elementwise(what: Elementwise, device: torch.device) -> Any:
+    def function(*arguments: Any) -> Sequence[Tensor]:
+        *tensors, numbers, _, _ = arguments
+        return what.function(*tensors, *([numbers] if what.numbers else []))
+
+    if device.type == "cpu":
+        from lowp.tensor.lists import flat
+
+        run = flat.build(function, what.arguments, what.results[0], what.numbers, 0, ()).run
+        key = ctypes.c_int32 * what.numbers
+
+        def call(tensors: Sequence[Tensor], out: Sequence[Tensor], numbers: Sequence[int], *_: Any) -> None:
+            run(*(x.data_ptr() for x in (*tensors, *out)), key(*numbers), None, out[0].numel(), _threads())
+
+        return call
+
     from lowp.tensor.lists import flat_triton
 
     with torch.cuda.device(device):
-        return flat_triton.build(lambda *all: what.function(*all[:-3]), what.arguments, what.result, 0, 0, ())
+        return flat_triton.build(function, what.arguments, what.results, what.numbers, 0, ())

@@ -138,7 +138,7 @@ def _key_words(domain: int, seed: Word, step: Word, stream: Word, block: int = 0
 
 
 @lru_cache(maxsize=256)
-def _state_after(domain: int, seed: int, step: int) -> list[Word]:
+def state_after(domain: int, seed: int, step: int) -> list[Word]:
     """What all streams of a step begin with. (Not to be changed.)"""
     return _absorb(_absorb(_begin(domain), words_of(seed)), words_of(step))
 
@@ -149,7 +149,7 @@ def key_numbers(noise: Noise, first: int) -> "list[int] | None":
     if not (isinstance(seed, int) and isinstance(step, int) and isinstance(stream, int) and isinstance(offset, int)):
         return None  # tensors, or a compiler's symbols
     block, low = divmod(offset + first, _INDICES)
-    key = _absorb(_state_after(noise.domain, seed, step), words_of(stream))
+    key = _absorb(state_after(noise.domain, seed, step), words_of(stream))
     return _round_keys(_absorb(key, words_of(block)) if block else key, low)  # type: ignore[return-value]  # integers all
 
 
@@ -169,6 +169,20 @@ def key_columns(domain: Domain, seed: Sequence[Word], step: Sequence[Word], stre
     later = _absorb(state, words_of(block))
     key: list[Word] = [torch.where(block == 0, early, late) for early, late in zip(state, later, strict=True)]
     return [word.to(torch.int32) for word in _round_keys(key, low)]  # type: ignore[union-attr]  # tensors all
+
+
+def keys_of_streams(streams: Tensor, firsts: Tensor, columns: Tensor, state: Sequence[Word]) -> Tensor:
+    """One number of a key for each stream, its first index (int64) and a column of `key_tensor`, after `state_after`: int32.
+
+    Words of 16 bits, in integers of 32, which no product leaves.
+    """
+    block, low = firsts >> 30, (firsts & (_INDICES - 1)).to(torch.int32)
+    early = _absorb([state[i] for i in range(4)], [word.to(torch.int32) for word in words_of(streams)])  # type: ignore[union-attr]  # tensors
+    late = _absorb(early, [word.to(torch.int32) for word in words_of(block)])  # type: ignore[union-attr]
+    first, *others = _round_keys([torch.where(block == 0, *words) for words in zip(early, late, strict=True)], low)
+    for column, number in enumerate(others, 1):
+        first = torch.where(columns == column, number, first)
+    return first  # type: ignore[return-value]  # tensors all
 
 
 def key_tensor(noise: Noise, first: int, device: torch.device) -> Tensor:

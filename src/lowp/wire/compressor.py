@@ -241,7 +241,8 @@ class Compressor:
 
         Residuals are this rank's own. With `all_ranks`, which all ranks must call, they are every rank's.
         """
-        saved = self._owner.save(self.state.step, self.state.residuals, self.state.bounds, self._device)
+        residuals, bounds = self.state.residuals.named(), self.state.bounds.named()
+        saved = self._owner.save(self.state.step, residuals, bounds, self._device)
         return self._owner.gather(saved, self.parent) if all_ranks else saved
 
     def load_state_dict(self, saved: Mapping[str, Any], step_only: bool = False) -> None:

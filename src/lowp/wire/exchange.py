@@ -8,7 +8,8 @@ Each of the first two is a generator that stops where it waits for messages; a C
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,119 +21,124 @@ from lowp.tensor.noise import Domain
 from lowp.wire import scaling
 from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.feedback import Feedback
+from lowp.wire.layer_tensors import Bounds, Residuals
 from lowp.wire.link import ChunkLink, GroupLink
 from lowp.wire.messages import Messages
 from lowp.wire.part_kernels import measure
-from lowp.wire.plan import Bucket, Chunk, Layer, constants, cuts_for
+from lowp.wire.plan import Bucket, Chunk, constants, cuts_for
 from lowp.wire.reductions.base import ChunkJob, Reduction, Steps
 from lowp.wire.report import Meter
 from lowp.wire.rules import Rules
-from lowp.wire.scaling import NONFINITE, ZERO
+from lowp.wire.scaling import NONFINITE
 from lowp.wire.settings import Settings
+from lowp.wire.workspace import NEW_MEMORY, NewMemory, Workspaces
+
+Memory = tuple[Residuals, Bounds]
 
 
 @dataclass
 class State:
-    """What is remembered between steps, by parameter: residuals, and the last bounds of `aps_delayed` (bytes)."""
+    """What is remembered between steps: residuals, and the last bounds of `aps_delayed` (bytes). And memory to work in."""
 
-    residuals: dict[str, Tensor] = field(default_factory=dict)
-    bounds: dict[str, Tensor] = field(default_factory=dict)
+    residuals: Residuals = field(default_factory=Residuals)
+    bounds: Bounds = field(default_factory=Bounds)
     step: int = 0
+    workspaces: Workspaces = field(default_factory=Workspaces)
 
-    def memory(self) -> "tuple[dict[str, Tensor], dict[str, Tensor]]":
-        """Copies of residuals and bounds, to go back to when a step is skipped. (Bounds are replaced, never written to.)"""
-        return {name: residual.clone() for name, residual in self.residuals.items()}, dict(self.bounds)
+    def memory(self) -> Memory:
+        """Copies of residuals and bounds, to go back to when a step is skipped."""
+        return self.residuals.copy(), self.bounds.copy()
 
-    def snapshot(self) -> "tuple[int, dict[str, Tensor], dict[str, Tensor]]":
-        return self.step, *self.memory()
+    def snapshot(self) -> "tuple[int, Memory]":
+        return self.step, self.memory()
 
-    def restore(self, before: "tuple[int, dict[str, Tensor], dict[str, Tensor]]") -> None:
-        self.step, self.residuals, self.bounds = before
+    def restore(self, before: "tuple[int, Memory]") -> None:
+        self.step, (self.residuals, self.bounds) = before
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "residuals": dict(self.residuals), "bounds": dict(self.bounds)}
+        return {"step": self.step, "residuals": self.residuals.named(), "bounds": self.bounds.named()}
 
     def load_state_dict(self, saved: dict[str, Any], device: torch.device | None = None) -> None:
         missing = {"step", "residuals", "bounds"} - saved.keys()
         if missing:
             raise ValueError(f"this is no state of a gradient compression: {', '.join(sorted(missing))} missing")
         self.step = int(saved["step"])
-        self.residuals = {name: residual.to(device, copy=True) for name, residual in saved["residuals"].items()}
-        self.bounds = {name: bound.to(device, copy=True) for name, bound in saved["bounds"].items()}
+        self.residuals = Residuals({name: residual.to(device, copy=True) for name, residual in saved["residuals"].items()})
+        self.bounds = Bounds({name: bound.to(device, copy=True) for name, bound in saved["bounds"].items()})
 
 
 class SharedScales:
     """By which power of two every layer is multiplied before it enters, and what it counts in when it leaves."""
 
-    def __init__(self, bucket: Bucket, world: int, state: State, device: torch.device) -> None:
-        self._bucket = bucket
-        self._layers = layers = bucket.layers
-        self._world = world
-        self._state = state
-        self._device = device
+    def __init__(
+        self, bucket: Bucket, world: int, state: State, device: torch.device, workspace: NewMemory = NEW_MEMORY
+    ) -> None:
+        self._bucket, self._world, self._state = bucket, world, state
+        self._device, self._workspace = device, workspace
         self.bounds: Tensor | None = None  # of the layers whose bounds are agreed on now
-        kinds = bucket.scale_kinds
-        if "aps_delayed" in kinds:
-            self._now = [i for i, layer in enumerate(layers) if layer.codec.scale.agreed or self._first_of_delayed(layer)]
-        else:
-            self._now = kinds.get("aps", [])
-
-    def _first_of_delayed(self, layer: Layer) -> bool:
-        return layer.codec.scale.kind == "aps_delayed" and layer.name not in self._state.bounds
+        self._now = bucket.scale_kinds.get("aps", [])
+        self._delayed = "aps_delayed" in bucket.scale_kinds
+        if self._delayed:
+            self._now = sorted([*self._now, *state.bounds.unknown(bucket)])
 
     @property
     def agreeing(self) -> int:
         """How many layers there are whose scale the ranks agree on in this step."""
         return len(self._now)
 
+    def _kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What depends on which layers agree now. (Only delayed scales change that.)"""
+        kind = name, self._device, tuple(self._now) if self._delayed else None
+        if kind not in self._bucket.tables:
+            self._bucket.tables[kind] = make()
+        return self._bucket.tables[kind]
+
     def measure(self, flat: Tensor) -> Tensor | None:
         """This rank's bounds (bytes) of the layers whose scale is to be agreed on; None if there are none."""
         if not self._now:
             return None
-        kind = flat.device, tuple(self._now)
-        if kind not in self._bucket.tables:
-            rows = [(self._layers[i].size, i, self._bucket.begins[i]) for i in self._now]
-            self._bucket.tables[kind] = PartTable(rows, flat.device)
-        maxima = measure(flat, self._bucket.tables[kind], (True, False))
-        self.bounds = scaling.bound_bytes(maxima[0].view(torch.float32), self._world)
+        layers, begins, workspace = self._bucket.layers, self._bucket.begins, self._workspace
+        table = self._kept("table", lambda: PartTable([(layers[i].size, i, begins[i]) for i in self._now], flat.device))
+        maxima = measure(flat, table, (True, False), workspace.zeros((len(self._now),), flat.device))
+        self.bounds = workspace.empty((len(self._now),), torch.uint8, flat.device)
+        scaling.write_bounds(maxima, self._world, self.bounds)
         return self.bounds
 
-    def factors(self) -> Tensor | None:
-        """Of each layer, float32 on its device, so that nothing waits for it; None where all are 1."""
-        if self.bounds is not None and len(self._now) == len(self._layers):
-            return scaling.aps_factors(self.bounds, self._emax(range(len(self._layers))))
-        bounds: dict[int, Tensor] = {}
-        if self.bounds is not None:
-            bounds = {i: self.bounds[position] for position, i in enumerate(self._now)}
-        delayed = [i for i in self._bucket.scale_kinds.get("aps_delayed", []) if i not in bounds]
-        bounds |= {i: self._state.bounds[self._layers[i].name] for i in delayed}
-        if not bounds:
-            return None
-        emax = self._emax(bounds, delayed)
-        powers = scaling.aps_factors(torch.stack(list(bounds.values())), emax)
-        places = constants(tuple(bounds), torch.int64, self._device)
-        return torch.ones(len(self._layers), device=self._device).index_copy_(0, places, powers)
+    def factors_and_units(self, divisor: int) -> tuple[Tensor | None, Tensor]:
+        """Of each layer, float32 on its device, so that nothing waits for it: factors, None where all are 1; and what its sum
+        counts in: 1 / (divisor * factor), NaN for layers that are known not to be finite on some rank."""
+        count, device, tables = len(self._bucket.layers), self._device, self._bucket.tables
+        kind = "usual", device, divisor
+        if kind not in tables:
+            tables[kind] = torch.full((count,), 1.0 / divisor, device=device)
+        usual: Tensor = tables[kind]
+        if not self._now and not self._delayed:
+            return None, usual
+        factors, units = (self._workspace.empty((count,), torch.float32, device) for _ in range(2))
+        scaling.write_factors(self._all_bounds(), self._kept("emax", self._emax), usual, factors, units)
+        return factors, units
 
-    def _emax(self, layers: Iterable[int], delayed: Collection[int] = ()) -> Tensor:
-        """The exponents that layers are scaled up to."""
-        kind = "emax", self._device, tuple(layers), tuple(delayed)
-        if kind not in self._bucket.tables:
-            tops = [scaling.emax_of(self._layers[i].codec.format) - (i in delayed) for i in kind[2]]
-            self._bucket.tables[kind] = torch.tensor(tops, dtype=torch.int32).to(self._device)
-        return self._bucket.tables[kind]
-
-    def units(self, divisor: int) -> Tensor:
-        """What the sum of each layer counts in: 1 / divisor; NaN for layers that are known not to be finite on some rank."""
-        kind = "units", self._device, divisor
-        if kind not in self._bucket.tables:
-            self._bucket.tables[kind] = torch.full((len(self._layers),), 1.0 / divisor, device=self._device)
-        usual: Tensor = self._bucket.tables[kind]
+    def _all_bounds(self) -> Tensor:
+        """Those agreed on now, those of the last step, and 0 for layers that are not scaled."""
+        if self.bounds is not None and len(self._now) == len(self._bucket.layers):
+            return self.bounds
+        if self._delayed:
+            others = self._state.bounds.of(self._bucket, self._device)
+        else:
+            layers = len(self._bucket.layers)
+            others = self._kept("no bounds", lambda: torch.zeros(layers, dtype=torch.uint8, device=self._device))
         if self.bounds is None:
-            return usual
-        if len(self._now) == len(self._layers):
-            return torch.where(self.bounds == NONFINITE, math.nan, usual)
-        places = constants(tuple(self._now), torch.int64, self._device)
-        return usual.index_add(0, places, torch.where(self.bounds == NONFINITE, math.nan, 0.0))
+            return others
+        return others.index_copy(0, constants(tuple(self._now), torch.int64, self._device), self.bounds)
+
+    def _emax(self) -> Tensor:
+        """The exponents that layers are scaled up to: one less where the bounds are those of the last step."""
+        now = set(self._now)
+        tops = [
+            scaling.emax_of(layer.codec.format) - (i not in now and layer.codec.scale.kind == "aps_delayed")
+            for i, layer in enumerate(self._bucket.layers)
+        ]
+        return torch.tensor(tops, dtype=torch.int32).to(self._device)
 
 
 def poisoned(units: Tensor, peaks: Tensor, chunk: Chunk) -> Tensor:
@@ -202,7 +208,6 @@ class BucketExchange:
         self._done = done
         self._step = state.step
         self.complete = False
-        self._scales = SharedScales(bucket, link.world, state, flat.device)
         self._chunks = bucket.chunks(self._reduction.shards(link.world), cuts_for(settings.chunk, flat.device))
         self._number = link.take_number()
         self._links = [link.for_chunk() for _ in self._chunks]  # numbered now: buckets come in the same order on all ranks
@@ -215,21 +220,22 @@ class BucketExchange:
         if self._settings.measure:
             self._exact = self._flat.to(torch.float32, copy=True)
         self._source, self._feedback, link = self._flat, None, self._link
+        self._workspace = self._state.workspaces.of(self._bucket)
+        scales = SharedScales(self._bucket, link.world, self._state, self._flat.device, self._workspace)
         if self._flat.dtype == torch.float64:
             self._source = self._flat.to(torch.float32)
         if self._settings.error_feedback:
             residuals = self._state.residuals
-            self._feedback = Feedback(lambda _: residuals, self._bucket.layers)
+            self._feedback = Feedback(lambda _: residuals, self._bucket)
             self._source = self._feedback.add(link.rank, self._flat, self._flat if self._flat.dtype == torch.float32 else None)
-        bounds = self._scales.measure(self._source)
+        bounds = scales.measure(self._source)
         pending = [] if bounds is None else link.maximum(bounds)
         if self._settings.measure:
             pending += link.plain_sum(self._exact)
         if pending:
             yield pending
-        factors = self._scales.factors()
         exact, self._rest = exact_and_rest(self._divisor)
-        self._usual = self._scales.units(exact)
+        factors, self._usual = scales.factors_and_units(exact)
         self._rules = rules_for(self._settings, self._reduction, link.world, link.rank, self._step, self._feedback, factors)
         self._rules.meter = self._meter
 
@@ -245,24 +251,27 @@ class BucketExchange:
             scheduler.add(Task(link.number, self._reduce(chunk, link), self._meter, steps=steps))
 
     def _reduce(self, chunk: Chunk, link: ChunkLink) -> Steps:
-        def unscale(messages: Messages, buffer: Tensor, count: int, stride: int) -> tuple[Tensor | None, int]:
-            factors, found = self._rules.factors, None
-            if not chunk.remembers_peaks:
-                found = messages.units(buffer, chunk.owners(buffer.device), self._usual, factors, count, stride)
-            if found is None:
-                peaks = messages.peaks(buffer, count, stride)
-                units = poisoned(self._usual, peaks, chunk)
+        workspace = self._state.workspaces.take()
+        rules = copy(self._rules)
+        rules.workspace = workspace
+
+        def unscale(messages: Messages, buffer: Tensor, count: int, stride: int) -> tuple[Tensor, int]:
+            units = self._usual
+            if chunk.remembers_peaks:
+                peaks = messages.peaks(buffer, count, stride, workspace)
+                units = poisoned(units, peaks, chunk)
                 self._peaks = largest_peaks(self._peaks, chunk, peaks, len(units))
-                found = units if factors is None else units / factors
-            self._units.append(found)
-            return found, self._rest
+            elif chunk.sends_headers:
+                room = self._workspace.empty((len(units),), torch.float32, units.device)
+                units = messages.units(buffer, units, count, stride, workspace, room)
+            self._units.append(units)
+            return units, self._rest
 
         source, target = (x[chunk.start : chunk.stop] for x in (self._source, self._flat))
         direct = target.dtype != torch.float64
         sums = target if direct else torch.empty(chunk.size, dtype=torch.float32, device=target.device)
-        job = ChunkJob(chunk, source, sums, self._rules, link, unscale)
-        yield from self._reduction.exchange(job)
-        job.buffers.give_back()
+        yield from self._reduction.exchange(ChunkJob(chunk, source, sums, rules, link, unscale))
+        self._state.workspaces.give_back(workspace)
         if not direct:
             target.copy_(sums)
         self._left -= 1
@@ -273,37 +282,27 @@ class BucketExchange:
         self.complete = True
         if self._feedback is not None:
             self._feedback.finish()
-        remember_bounds(self._state, self._bucket.layers, self._travelled())
+        if self._peaks is not None:
+            remember_bounds(self._state, self._bucket, self._peaks)
         if self._settings.measure:
             self._meter.compare(self._flat, self._exact.div_(self._divisor))
         units = self._units or [torch.ones(len(self._bucket.layers), device=self._flat.device)]
         self._done(lambda: marks_of(units))
-
-    def _travelled(self) -> dict[int, Tensor]:
-        """Bounds that came with the messages."""
-        if self._peaks is None:
-            return {}
-        return {i: self._peaks[i] for i, layer in enumerate(self._bucket.layers) if layer.codec.scale.kind == "aps_delayed"}
 
 
 def largest_peaks(before: Tensor | None, chunk: Chunk, peaks: Tensor, layers: int) -> Tensor | None:
     """The largest byte that each layer's messages had, for the next step of `aps_delayed`; None where no layer has that."""
     if not chunk.remembers_peaks:
         return before
-    before = torch.zeros(layers, dtype=torch.uint8, device=peaks.device) if before is None else before
+    before = torch.zeros(layers, dtype=torch.int32, device=peaks.device) if before is None else before
     return before.scatter_reduce(0, chunk.owners(peaks.device), peaks, "amax")
 
 
-def remember_bounds(state: State, layers: tuple[Layer, ...], bounds: dict[int, Tensor]) -> None:
-    """For the next step of `aps_delayed`; nothing is learnt from a step that was zero or not finite.
-
-    A layer of which nothing is known agrees on its scale when it is next sent. (On CUDA, to know that nothing is known would be
-    to wait for the device: there a layer that begins with zeros is sent unscaled once.)
-    """
-    for i, layer in enumerate(layers) if bounds else ():
-        if layer.codec.scale.kind == "aps_delayed":
-            before = state.bounds.get(layer.name, torch.zeros_like(bounds[i]))
-            unknown = (bounds[i] == NONFINITE) | (bounds[i] == ZERO)
-            state.bounds[layer.name] = torch.where(unknown, before, bounds[i]).clone()
-            if bounds[i].device.type == "cpu" and state.bounds[layer.name] == ZERO:
-                del state.bounds[layer.name]
+def remember_bounds(state: State, bucket: Bucket, found: Tensor) -> None:
+    """For the next step of `aps_delayed`: the largest byte of each layer. Nothing is learnt from a step that was zero or not
+    finite. A layer of which nothing is known agrees on its scale when it is next sent (but see `Bounds`)."""
+    kind = "delayed", found.device
+    if kind not in bucket.tables:
+        delayed = [layer.codec.scale.kind == "aps_delayed" for layer in bucket.layers]
+        bucket.tables[kind] = torch.tensor(delayed, dtype=torch.uint8).to(found.device)
+    scaling.write_remembered(found, bucket.tables[kind], state.bounds.of(bucket, found.device))

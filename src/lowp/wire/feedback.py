@@ -14,14 +14,13 @@ Buckets may be cut anew from one step to the next.
 """
 
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from lowp.wire.plan import Layer, Shard
-
-Residuals = dict[str, Tensor]  # by parameter, flat
+from lowp.wire.layer_tensors import Residuals
+from lowp.wire.plan import Bucket, Chunk, Shard
+from lowp.wire.scaled import scaled
 
 
 class Feedback:
@@ -31,61 +30,55 @@ class Feedback:
     virtual world a sum may be rounded before its owner's own numbers have had their turn.
     """
 
-    def __init__(self, of_rank: Callable[[int], Residuals], layers: tuple[Layer, ...]) -> None:
+    def __init__(self, of_rank: Callable[[int], Residuals], bucket: Bucket) -> None:
         self._of_rank = of_rank
-        self._layers = layers
-        self._begins = (0, *accumulate(layer.size for layer in layers))
-        self._of_sums: dict[tuple[int | None, int], tuple[Shard, Tensor]] = {}  # by rank and first element of the shard
-
-    def _residual(self, rank: int, layer: Layer, device: torch.device) -> Tensor:
-        residuals = self._of_rank(rank)
-        if layer.name not in residuals:
-            residuals[layer.name] = torch.zeros(layer.size, dtype=torch.float32, device=device)
-        return residuals[layer.name]
+        self._bucket = bucket
+        self._of_sums: dict[tuple[int | None, int], Tensor] = {}  # by rank and first element in the bucket
 
     def add(self, rank: int, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """A rank's gradients of the bucket with its residuals, in float32; in `out` where that is given."""
-        residuals = [self._residual(rank, layer, flat.device) for layer in self._layers]
-        return torch.add(flat.to(torch.float32), torch.cat(residuals), out=out)
+        return torch.add(flat.to(torch.float32), self._of_rank(rank).of(self._bucket, flat.device), out=out)
 
-    def keep(self, rank: int | None, shard: Shard, lost: Tensor, factors: Tensor | None, of_sum: bool) -> None:
-        """Remember what was lost of a shard, in units of 1 / factor of each layer; nothing of what was not finite.
+    def keep(self, rank: int | None, stretch: "Chunk | Shard", lost: Tensor, factors: Tensor | None, of_sum: bool) -> None:
+        """Remember what was lost of a chunk or a shard, in units of 1 / factor of each layer; nothing of what was not finite.
 
-        `rank` is the one that has rounded; None stands for the owner of each element (see `finish`).
+        `rank` is the one that has rounded; None stands for the owner of each element (see `finish`). `lost` is taken over.
         """
-        if not shard.parts:
+        if not stretch.size:
             return
         if factors is not None:
-            lost = torch.cat([lost[p.offset : p.offset + p.size] / factors[p.layer] for p in shard.parts])
-        lost = lost.nan_to_num(0, 0, 0)
+            lost = scaled(lost, stretch, factors.reciprocal())  # of powers of two, which is exact
+        begin = self._begin(stretch)
         if not of_sum:
             assert rank is not None
-            self._store(rank, shard, lost, Tensor.copy_)
+            torch.nan_to_num(lost, 0, 0, 0, out=self._residual(rank, begin, lost))
             return
-        key = rank, self._begin(shard)
-        if key in self._of_sums:
-            self._of_sums[key][1].add_(lost)
+        lost = lost.nan_to_num_(0, 0, 0)
+        if (rank, begin) in self._of_sums:
+            self._of_sums[rank, begin].add_(lost)
         else:
-            self._of_sums[key] = shard, lost
+            self._of_sums[rank, begin] = lost
 
     def finish(self, owners: "Iterable[tuple[int, Shard]]" = ()) -> None:
         """The step is over. `owners` says who adds up which shard, where losses were kept for the owner of each element."""
-        for (rank, begin), (shard, lost) in self._of_sums.items():
+        for (rank, begin), lost in self._of_sums.items():
             if rank is not None:
-                self._store(rank, shard, lost, Tensor.add_)
+                self._residual(rank, begin, lost).add_(lost)
                 continue
             for owner, owned in owners:
                 first = self._begin(owned) - begin if owned.parts else -1
-                if 0 <= first < shard.size:
-                    self._store(owner, owned, lost[first : first + owned.size], Tensor.add_)
+                if 0 <= first < lost.numel():
+                    own = lost[first : first + owned.size]
+                    self._residual(owner, begin + first, own).add_(own)
         self._of_sums.clear()
 
-    def _begin(self, shard: Shard) -> int:
-        """Where in the bucket a shard begins."""
-        first = shard.parts[0]
-        return self._begins[first.layer] + first.start
+    def _residual(self, rank: int, begin: int, like: Tensor) -> Tensor:
+        """A rank's residual of as many elements, from a place in the bucket on."""
+        return self._of_rank(rank).of(self._bucket, like.device)[begin : begin + like.numel()]
 
-    def _store(self, rank: int, shard: Shard, lost: Tensor, put: Callable[[Tensor, Tensor], Tensor]) -> None:
-        for part in shard.parts:
-            residual = self._residual(rank, self._layers[part.layer], lost.device)
-            put(residual[part.start : part.start + part.size], lost[part.offset : part.offset + part.size])
+    def _begin(self, stretch: "Chunk | Shard") -> int:
+        """Where in the bucket it begins."""
+        if isinstance(stretch, Chunk):
+            return stretch.start
+        first = stretch.parts[0]
+        return self._bucket.begins[first.layer] + first.start

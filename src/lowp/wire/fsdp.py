@@ -261,11 +261,10 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
         chunk = _chunk(codec, start, stop - start, world)
         numbers = rows[:, start:stop].reshape(-1)
         job = ChunkJob(chunk, numbers, output, rules, link.for_chunk())
-        sent, received = job.write_to_owners()
-        yield job.link.exchange(sent, {rank: received[rank] for rank in range(world)})
-        total = rules.fold_messages(received, chunk.shards[link.rank], Stage.ADDEND, range(world))
+        rooms = job.write_to_owners()
+        yield job.link.exchange(rooms.sent, rooms.received)
+        total = rules.fold_messages(rooms.rows, chunk.shards[link.rank], Stage.ADDEND, range(world))
         output[start:stop] = total.numbers.div_(divisor) * _poison(total.peaks)
-        job.buffers.give_back()
 
     plain = (world - 1) / world * 4 * source.numel()
     pieces = _pieces(output.numel())
@@ -303,7 +302,6 @@ def _gather_from_owners(output: Tensor, source: Tensor, codec: Codec, group: Any
         peaks = gathered.messages.peaks(gathered.buffer)
         gathered.messages.decode(gathered.buffer, numbers)
         rows[:, start:stop] = numbers.view(link.world, -1) * _poison(peaks)[:, None]
-        job.buffers.give_back()
 
     plain = (link.world - 1) * 4 * source.numel()
     pieces = _pieces(source.numel())

@@ -82,6 +82,8 @@ class ChunkLink:
         self.world = link.world
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+        if self.world == 1:
+            return []
         outgoing = {rank: message for rank, message in sends.items() if rank != self.rank and message.numel()}
         incoming = {rank: message for rank, message in receives.items() if rank != self.rank and message.numel()}
         self._link.bytes_sent += sum(message.numel() for message in outgoing.values())
@@ -92,8 +94,10 @@ class ChunkLink:
 
         NCCL has a collective for it, which is half again as fast as messages from rank to rank.
         """
-        rows = {rank: messages[rank, :length] for rank, length in enumerate(lengths)}
-        if self._link.tagged or self.world == 1:
+        if self.world == 1:
+            return []
+        if self._link.tagged:
+            rows = {rank: messages[rank, :length] for rank, length in enumerate(lengths)}
             return self.exchange(dict.fromkeys(rows, rows[self.rank]), rows)
         self._link.bytes_sent += (self.world - 1) * lengths[self.rank]
         work = dist.all_gather_into_tensor(messages.view(-1), messages[self.rank], group=self._link.group, async_op=True)

@@ -1,132 +1,23 @@
 """The messages of some shards in one buffer: where every part lies, and encoding and decoding all of them at once.
 
 What is worked out here (offsets, tables on the device) depends on sizes and codecs alone. It is made once for each kind of
-message of a bucket and kept (`Rules.messages`).
+message of a bucket and kept (`Rules.messages`). Memory for what is found on the way comes from a workspace.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp.tensor import kernels
-from lowp.tensor.lists.parts import PartsFunction, PartsKernel, PartTable
-from lowp.tensor.noise import Domain, Noise, key_columns, words_of
-from lowp.wire.codec import Codec, PartLayout
-from lowp.wire.part_kernels import decode_function, encode_function, fold_function, measure, peaks_function, round_function
+from lowp.tensor.noise import KEY_SIZE
+from lowp.wire.codec import Codec
+from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.plan import Part, Shard
-
-Noises = Callable[[Part], Noise]
-_FUNCTIONS: dict[str, Callable[..., PartsFunction | None]] = {
-    "encode": encode_function,
-    "decode": decode_function,
-    "round": round_function,
-    "peaks": peaks_function,
-    "fold": fold_function,
-}
-
-
-class Segment(NamedTuple):
-    """A part: where its numbers lie, and where its bytes in the buffer."""
-
-    index: int  # of the part among those of all shards here
-    part: Part
-    start: int  # of its numbers
-    begin: int  # bytes
-    end: int
-
-
-@dataclass(eq=False)
-class CodecGroup:
-    """The segments of one codec."""
-
-    codec: Codec
-    segments: list[Segment] = field(default_factory=list)
-
-    def table(self, device: torch.device) -> PartTable:
-        if device not in self._tables:
-            self._tables[device] = PartTable([self._row(segment) for segment in self.segments], device)
-        return self._tables[device]
-
-    @cached_property
-    def _tables(self) -> dict[torch.device, PartTable]:
-        return {}
-
-    def _row(self, segment: Segment) -> tuple[int, ...]:
-        layout, size = PartLayout.of(self.codec, segment.part.size), segment.part.size
-        places = (layout.payload, layout.high, layout.scales, layout.tensor_scale, layout.header)
-        return (size, segment.part.layer, segment.start, *(segment.begin + place for place in places))
-
-    @cached_property
-    def _kept(self) -> dict[tuple[str, torch.device], Tensor]:
-        return {}
-
-    def _constant(self, name: str, values: Iterable[int], device: torch.device) -> Tensor:
-        if (name, device) not in self._kept:
-            self._kept[name, device] = torch.tensor(list(values), dtype=torch.int64).to(device)
-        return self._kept[name, device]
-
-    def indices(self, device: torch.device) -> Tensor:
-        """Of the segments' parts among all."""
-        return self._constant("indices", (segment.index for segment in self.segments), device)
-
-    def header_bytes(self, source: Tensor, messages: int, stride: int, length: int) -> Tensor:
-        """The largest header byte of each part in any of the messages, uint8."""
-        device, blocks = source.device, self.codec.scale.kind == "block"
-        if blocks and (kernel := self.kernel(self.function("peaks"), device)) is not None:
-            maxima = torch.zeros(messages, len(self.segments), dtype=torch.int32, device=device)
-            for message in range(messages):
-                kernel(source[message * stride :], None, self.table(device), maxima=maxima[message])
-            return maxima.amax(0).to(torch.uint8)
-        every = source[None, :] if messages == 1 else source.as_strided((messages, length), (stride, 1))
-        if not blocks:
-            found = every[:, self.header_places(device)]
-            return found[0] if messages == 1 else found.amax(0)
-        spans = self._header_spans
-        return torch.stack([every[:, first : first + count].amax() for first, count in spans])
-
-    def header_places(self, device: torch.device) -> Tensor:
-        """Where the first header byte of each part lies."""
-        return self._constant("headers", (first for first, _ in self._header_spans), device)
-
-    @cached_property
-    def _header_spans(self) -> list[tuple[int, int]]:
-        codec = self.codec
-        return [(s.begin + PartLayout.of(codec, s.part.size).header, codec.header_bytes(s.part.size)) for s in self.segments]
-
-    def function(self, kind: str, *arguments: Any) -> PartsFunction | None:
-        """Found again without a look at all of a codec."""
-        if (kind, arguments) not in self._functions:
-            self._functions[kind, arguments] = _FUNCTIONS[kind](self.codec, *arguments)
-        return self._functions[kind, arguments]
-
-    @cached_property
-    def _functions(self) -> dict[Any, PartsFunction | None]:
-        return {}
-
-    def kernel(self, function: PartsFunction | None, device: torch.device) -> PartsKernel | None:
-        return None if function is None or device.type == "meta" else function.kernel(self.table(device))
-
-    def measure(self, numbers: Tensor, kinds: tuple[bool, bool]) -> Tensor | None:
-        """The largest magnitudes of the parts, and (or) the largest finite ones; None if nothing is asked for."""
-        return measure(numbers, self.table(numbers.device), kinds) if any(kinds) else None
-
-    def keys(self, noises: Noises, device: torch.device) -> Tensor:
-        """The keys of the parts' noise, int32 [KEY_SIZE, parts]."""
-        found = [noises(segment.part) for segment in self.segments]
-        streams, offsets = (torch.tensor([_signed(value) for value in values], dtype=torch.int64)
-                            for values in ([n.stream for n in found], [n.offset for n in found]))  # fmt: skip
-        first = found[0]
-        domain: Domain = first.domain
-        columns = key_columns(domain, words_of(first.seed), words_of(first.step), streams, offsets)
-        return torch.stack(columns).to(device, non_blocking=True)
-
-
-def _signed(value: int) -> int:
-    return value - (value >> 63 << 64)
+from lowp.wire.scaling import NONFINITE
+from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 
 class Messages:
@@ -147,8 +38,7 @@ class Messages:
         self.layers = 1 + max((part.layer for shard in self.shards for part in shard.parts), default=0)
         self.spans: list[tuple[int, int]] = []
         self._groups: dict[Codec, CodecGroup] = {}
-        self._ones: dict[torch.device, Tensor] = {}
-        self._zeros: dict[torch.device, Tensor] = {}
+        self._kept: dict[tuple[str, torch.device], Tensor] = {}
         index = start = begin = 0
         for number, shard in enumerate(self.shards):
             start = start if starts is None else starts[number]
@@ -176,16 +66,27 @@ class Messages:
         begin, end = self.spans[number]
         return buffer[begin:end]
 
+    def _constant(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """Numbers that are always the same, in the same memory: not to be written to."""
+        if (name, device) not in self._kept:
+            self._kept[name, device] = make().to(device)
+        return self._kept[name, device]
+
     def _of_layers(self, factors: Tensor | None, device: torch.device) -> Tensor:
-        if factors is not None:
-            return factors.view(-1, factors.shape[-1])
-        if device not in self._ones:
-            self._ones[device] = torch.ones(1, self.layers, device=device)
-        return self._ones[device]
+        return self._constant("ones", device, lambda: torch.ones(self.layers)) if factors is None else factors
 
     def measure(self, numbers: Tensor, wanted: "Callable[[Codec], tuple[bool, bool]]") -> "list[Tensor | None]":
-        """For each group, the largest magnitudes of its parts that are wanted: bits of float32, int32 [wanted, parts]."""
-        return [group.measure(numbers, wanted(group.codec)) for group in self.groups]
+        """For each group, the largest magnitudes of its parts that are wanted: bits of float32, int32, the first rows."""
+        found: list[Tensor | None] = []
+        for group in self.groups:
+            kinds = wanted(group.codec)
+            found.append(self._room(group, kinds, numbers.device, NEW_MEMORY))
+            if (out := found[-1]) is not None:
+                group.measure(numbers, kinds, out)
+        return found
+
+    def _room(self, group: CodecGroup, kinds: tuple[bool, bool], device: torch.device, workspace: NewMemory) -> Tensor | None:
+        return workspace.zeros((group.rows(kinds), len(group.segments)), device) if any(kinds) else None
 
     def encode(
         self,
@@ -195,25 +96,53 @@ class Messages:
         peaks: Tensor | None = None,
         noises: Noises | None = None,
         maxima: "Sequence[Tensor | None] | None" = None,
+        workspace: NewMemory = NEW_MEMORY,
     ) -> None:
         """Write the messages of `numbers`, each times the factor of its layer, to `out`.
 
-        `peaks` are the header bytes (uint8, of all parts) of codecs that do not compute their own. `maxima` is what `measure`
-        would find for `codec.measures`.
+        `peaks` are the header bytes (int32, of all parts) of codecs that do not compute their own. `maxima` is what `measure`
+        would find for `codec.measures`; the rows after them are written here.
         """
         device = numbers.device
         for place, group in enumerate(self.groups):
-            codec = group.codec
-            kernel = group.kernel(group.function("encode", numbers.dtype), device)
+            function = group.function("encode", numbers.dtype)
+            kernel = group.kernel(function, device)
             if kernel is None:
                 self._encode_plainly(group, numbers, out, factors, peaks, noises)
                 continue
-            measured = None
-            if any(codec.measures):
-                found = None if maxima is None else maxima[place]
-                measured = group.measure(numbers, codec.measures) if found is None else found
-            own = self._known(group, measured, peaks, noises, device)
-            kernel(numbers, out, group.table(device), own, self._of_layers(factors, device))
+            assert function is not None
+            measured = None if maxima is None else maxima[place]
+            known = self._known(group, function.numbers, measured, peaks, noises, device, workspace)
+            if known is not None and measured is None:
+                group.measure(numbers, group.codec.measures, known)
+            kernel(numbers, out, group.table(device), known, self._of_layers(factors, device))
+
+    def _known(
+        self,
+        group: CodecGroup,
+        rows: int,
+        measured: Tensor | None,
+        peaks: Tensor | None,
+        noises: Noises | None,
+        device: torch.device,
+        workspace: NewMemory,
+    ) -> Tensor | None:
+        """The numbers of a group's parts that its encoder asks for: int32 [rows, parts]; maxima are zero if none are given."""
+        if not rows:
+            return None
+        row, sends_peaks = sum(group.codec.measures), group.codec.sends_peaks
+        if sends_peaks:
+            peaks = self.no_peaks(device) if peaks is None else peaks.to(torch.int32)
+            peaks = peaks if len(self.groups) == 1 else peaks[group.indices(device)]
+            if rows == 1:
+                return peaks
+        known = workspace.zeros((rows, len(group.segments)), device) if measured is None else measured
+        if sends_peaks and peaks is not None:
+            known[row] = peaks
+        if group.codec.stochastic:
+            assert noises is not None
+            group.write_keys(noises, workspace.once(group, ("keys", rows), lambda: known[rows - KEY_SIZE :]))
+        return known
 
     def _encode_plainly(
         self,
@@ -241,26 +170,27 @@ class Messages:
         messages: int = 1,
         stride: int = 0,
         wanted: "Callable[[Codec], tuple[bool, bool]] | None" = None,
+        workspace: NewMemory = NEW_MEMORY,
     ) -> "list[Tensor | None]":
         """Write to `out` the sums of what `messages` buffers say, each `stride` bytes after the last, in their order.
 
         Sums are float32, then times the factor of their layer, then divided. Returns what `measure` would find in `out`.
         """
         device, found = out.device, []
+        of_layers = self._of_layers(factors, device)
+        if divisor != 1:
+            of_layers = torch.stack([of_layers, torch.full_like(of_layers, divisor)])
         for group in self.groups:
             kinds = (False, False) if wanted is None else wanted(group.codec)
-            function = group.function("decode", out.dtype, kinds, divisor != 1)
-            kernel = group.kernel(function, device)
-            if kernel is None:
-                self._decode_plainly(group, source, out, factors, divisor, messages, stride)
-                found.append(group.measure(out, kinds))
-                continue
-            maxima = torch.zeros(sum(kinds), len(group.segments), dtype=torch.int32, device=device) if any(kinds) else None
+            maxima = self._room(group, kinds, device, workspace)
             found.append(maxima)
-            of_layers = self._of_layers(factors, device)
-            if divisor != 1:
-                of_layers = torch.cat([of_layers, torch.full_like(of_layers, divisor)])
-            kernel(source, out, group.table(device), None, of_layers, maxima, messages, stride)
+            kernel = group.kernel(group.function("decode", out.dtype, kinds, divisor != 1), device)
+            if kernel is not None:
+                kernel(source, out, group.table(device), None, of_layers, maxima, messages, stride)
+                continue
+            self._decode_plainly(group, source, out, factors, divisor, messages, stride)
+            if maxima is not None:
+                group.measure(out, kinds, maxima)
         return found
 
     def _decode_plainly(
@@ -277,67 +207,89 @@ class Messages:
                 total.mul_(factors.view(-1)[part.layer])
             out[start : start + part.size] = total if divisor == 1 else total.div_(divisor)
 
-    def fold(self, source: Tensor, out: Tensor, messages: int, stride: int, noises: Noises) -> bool:
+    def fold(
+        self, source: Tensor, out: Tensor, messages: int, stride: int, noises: Noises, workspace: NewMemory = NEW_MEMORY
+    ) -> bool:
         """Write to `out` the message of the sum of `messages` messages, without numbers in memory; False: nothing was done."""
         device = source.device
-        found = [group.kernel(group.function("fold"), device) for group in self.groups]
+        functions = [group.function("fold") for group in self.groups]
+        found = [group.kernel(function, device) for group, function in zip(self.groups, functions, strict=True)]
         if not all(found):
             return False
-        peaks = self.peaks(source, messages, stride) if self.sends_peaks else None
-        for group, kernel in zip(self.groups, found, strict=True):
-            known = self._known(group, None, peaks, noises, device)
+        peaks = self.peaks(source, messages, stride, workspace) if self.sends_peaks else None
+        for group, function, kernel in zip(self.groups, functions, found, strict=True):
             assert kernel is not None
+            assert function is not None
+            known = self._known(group, function.numbers, None, peaks, noises, device, workspace)
             kernel(source, out, group.table(device), known, None, None, messages, stride)
         return True
 
-    def _known(
-        self, group: CodecGroup, measured: Tensor | None, peaks: Tensor | None, noises: Noises | None, device: torch.device
-    ) -> Tensor | None:
-        """The numbers of a group's parts that its encoder asks for."""
-        known = [] if measured is None else [measured]
-        if group.codec.sends_peaks:
-            given = self.no_peaks(device) if peaks is None else peaks
-            given = given if len(self.groups) == 1 else given[group.indices(device)]
-            known.append(given.to(torch.int32).view(1, -1))
-        if group.codec.stochastic:
-            assert noises is not None
-            known.append(group.keys(noises, device))
-        return known[0] if len(known) == 1 else torch.cat(known) if known else None
+    def places(self, device: torch.device) -> Tensor:
+        """Where the header byte of each part lies that has one; -1 for the others."""
 
-    def units(
-        self, source: Tensor, owners: Tensor, usual: Tensor, factors: Tensor | None, messages: int, stride: int
-    ) -> Tensor | None:
-        """`usual / factors` of each layer, NaN where a part of it was not finite, in one launch; None where there is none."""
-        group = self.groups[0]
-        one_byte = len(self.groups) == 1 and group.codec.scale.kind in ("local", "none", "aps_delayed")
-        if source.device.type != "cuda" or not one_byte or kernels.kernel_info()["policy"] == "never":
-            return None
-        from lowp.tensor.lists.parts_triton import MOST_UNITS, units_of_layers
+        def make() -> Tensor:
+            places = torch.full((self.parts,), -1, dtype=torch.int64)
+            for group in self.groups:
+                if not group.codec.scale.agreed and group.codec.scale.kind != "block":
+                    for segment, (first, _) in zip(group.segments, group.header_spans, strict=True):
+                        places[segment.index] = first
+            return places
 
-        if max(self.parts, usual.numel()) > MOST_UNITS:
-            return None
-        headers = group.header_places(source.device)
-        return units_of_layers(source, headers, owners, usual, factors, messages, stride)
+        return self._constant("places", device, make)
+
+    def owners(self, device: torch.device) -> Tensor:
+        """The layer of each part."""
+        return self._constant("owners", device, lambda: torch.tensor([p.layer for s in self.shards for p in s.parts]))
+
+    @cached_property
+    def _block_groups(self) -> list[CodecGroup]:
+        return [group for group in self.groups if group.codec.scale.kind == "block"]
+
+    @cached_property
+    def _one_byte(self) -> bool:
+        """Are there parts with one header byte?"""
+        return any(not group.codec.scale.agreed and group.codec.scale.kind != "block" for group in self.groups)
 
     def no_peaks(self, device: torch.device) -> Tensor:
-        """Zeros for all parts, always the same memory: not to be written to."""
-        if device not in self._zeros:
-            self._zeros[device] = torch.zeros(self.parts, dtype=torch.uint8, device=device)
-        return self._zeros[device]
+        """Zeros for all parts: not to be written to."""
+        return self._constant("no peaks", device, lambda: torch.zeros(self.parts, dtype=torch.int32))
 
-    def peaks(self, source: Tensor, messages: int = 1, stride: int = 0) -> Tensor:
-        """The largest header byte of each part (255: something is not finite) in any of the messages; uint8, of all parts."""
-        if len(self.groups) == 1 and not self.groups[0].codec.scale.agreed:
-            return self.groups[0].header_bytes(source, messages, stride, self.length)
-        if all(group.codec.scale.agreed for group in self.groups):
-            return self.no_peaks(source.device)
-        found = torch.zeros(self.parts, dtype=torch.uint8, device=source.device)
-        for group in self.groups:
-            if group.codec.scale.agreed:
-                continue
-            bytes_here = group.header_bytes(source, messages, stride, self.length)
-            found[group.indices(source.device)] = bytes_here
+    def peaks(self, source: Tensor, messages: int = 1, stride: int = 0, workspace: NewMemory = NEW_MEMORY) -> Tensor:
+        """The largest header byte of each part (255: something is not finite) in any of the messages; int32, of all parts."""
+        device, found = source.device, self.no_peaks(source.device)
+        if self._one_byte:
+            found, places = workspace.empty((self.parts,), torch.int32, device), self.places(device)
+            if _in_triton(device):
+                from lowp.tensor.lists.headers_triton import largest_headers
+
+                largest_headers(source, places, found, messages, stride)
+            else:
+                every = source[None, :] if messages == 1 else source.as_strided((messages, self.length), (stride, 1))
+                found.copy_(every[:, places].amax(0)).masked_fill_(places < 0, 0)
+        for group in self._block_groups:
+            peaks = group.peaks_of_blocks(source, messages, stride, self.length, workspace)
+            found = peaks if len(self.groups) == 1 else found.index_copy(0, group.indices(device), peaks)
         return found
+
+    def units(self, source: Tensor, usual: Tensor, messages: int, stride: int, workspace: NewMemory, out: Tensor) -> Tensor:
+        """Numbers of layers, `usual`; NaN where a part of a layer was not finite in one of the messages. In `out`."""
+        device = source.device
+        if not _in_triton(device):
+            bad = torch.where(self.peaks(source, messages, stride) == NONFINITE, math.nan, 0.0)
+            return torch.index_add(usual, 0, self.owners(device), bad, out=out)
+        from lowp.tensor.lists.headers_triton import units_of_layers
+
+        if self._one_byte:
+            units_of_layers(source, self.places(device), self.owners(device), usual, out, messages, stride)
+            usual = out
+        for group in self._block_groups:
+            peaks = group.peaks_of_blocks(source, messages, stride, self.length, workspace)
+            # The lowest byte of each int32; the others are zero.
+            places = group.constant("low bytes", lambda group=group: range(0, 4 * len(group.segments), 4), device)
+            owners = group.constant("owners", lambda group=group: [s.part.layer for s in group.segments], device)
+            units_of_layers(peaks, places, owners, usual, out, 1, 0)
+            usual = out
+        return usual
 
     def round_(self, numbers: Tensor, noises: Noises | None = None) -> Tensor:
         """What sending and receiving would make of float32 numbers, in place, for elementwise codecs."""
@@ -349,6 +301,13 @@ class Messages:
                     own = numbers[start : start + part.size]
                     group.codec.round_(own, noises(part) if group.codec.stochastic and noises is not None else None)
                 continue
-            keys = group.keys(noises, device) if group.codec.stochastic and noises is not None else None
+            keys = None
+            if group.codec.stochastic and noises is not None:
+                keys = torch.empty(KEY_SIZE, len(group.segments), dtype=torch.int32, device=device)
+                group.write_keys(noises, keys)
             kernel(numbers, numbers, group.table(device), keys)
         return numbers
+
+
+def _in_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and kernels.kernel_policy() != "never"

@@ -36,9 +36,9 @@ def measure_function(dtype: torch.dtype, wanted: tuple[bool, bool]) -> PartsFunc
     return PartsFunction(each, vectors_of_numbers(dtype, _PLAIN_TILE), (), _PLAIN_TILE, maxima=sum(wanted))
 
 
-def measure(numbers: Tensor, table: PartTable, wanted: tuple[bool, bool]) -> Tensor:
-    """What `measure_function` finds in the parts of a table: int32 [wanted, parts]."""
-    maxima = torch.zeros(sum(wanted), table.parts, dtype=torch.int32, device=numbers.device)
+def measure(numbers: Tensor, table: PartTable, wanted: tuple[bool, bool], out: Tensor | None = None) -> Tensor:
+    """What `measure_function` finds in the parts of a table: int32 [wanted, parts]; in `out`, if given: zeros before."""
+    maxima = torch.zeros(sum(wanted), table.parts, dtype=torch.int32, device=numbers.device) if out is None else out
     kernel = measure_function(numbers.dtype, wanted).kernel(table)
     if kernel is not None:
         kernel(numbers, None, table, maxima=maxima)
@@ -46,7 +46,7 @@ def measure(numbers: Tensor, table: PartTable, wanted: tuple[bool, bool]) -> Ten
     for part, row in enumerate(table.rows):
         own = numbers[row[NUMBERS] : row[NUMBERS] + row[COUNT]].to(torch.float32)
         if own.numel():
-            maxima[:, part] = torch.stack([each.amax() for each in magnitudes([own], wanted)])
+            maxima.view(-1, table.parts)[: sum(wanted), part] = torch.stack([each.amax() for each in magnitudes([own], wanted)])
     return maxima
 
 

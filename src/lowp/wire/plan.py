@@ -76,6 +76,16 @@ class Shard:
         """Where the parts lie in messages of every kind: worked out once (rules.py)."""
         return {}
 
+    @cached_property
+    def tables(self) -> dict[Any, Any]:
+        """Where the runs lie, on some device (scaled.py)."""
+        return {}
+
+    @property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(layer, first, last) of each part."""
+        return tuple((part.layer, part.offset, part.offset + part.size) for part in self.parts)
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -118,7 +128,7 @@ class Chunk:
 
     @cached_property
     def tables(self) -> dict[Any, Any]:
-        """Where the runs lie (exchange.py)."""
+        """Where the runs lie, on some device (scaled.py), and more of the kind."""
         return {}
 
     @cached_property

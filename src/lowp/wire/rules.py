@@ -13,7 +13,7 @@ With error feedback, what is lost at any of them is kept by the rank that rounds
 """
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -25,12 +25,13 @@ from lowp.formats.floats import FP32
 from lowp.tensor.carrier import F32
 from lowp.tensor.noise import Domain, Noise
 from lowp.wire.codec import Codec, partial_codec, total_codec
+from lowp.wire.codec_group import PartNoise
 from lowp.wire.feedback import Feedback
 from lowp.wire.messages import Messages
 from lowp.wire.plan import Part, Shard
 from lowp.wire.report import Meter
 from lowp.wire.scaling import NONFINITE
-from lowp.wire.scratch import room
+from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 
 class Stage(enum.IntEnum):
@@ -81,6 +82,7 @@ class Rules:
     meter: Meter | None = None
     factors: Tensor | None = None  # by which each layer was multiplied (float32); None: by 1
     level: int = 0  # 1 between nodes, whose numbers are not those of ranks: each level has noise of its own
+    workspace: NewMemory = NEW_MEMORY  # for what is needed on the way
 
     def at(self, rank: int | None) -> "Rules":
         """The same rules for the work of another rank."""
@@ -142,7 +144,7 @@ class Rules:
     ) -> None:
         """All messages at once."""
         with self.timed("encode", numbers.device):
-            messages.encode(numbers, out, factors, peaks, self._noises(stage, actor), maxima)
+            messages.encode(numbers, out, factors, peaks, self._noises(stage, actor), maxima, self.workspace)
             if stage in (Stage.ADDEND, Stage.NODE) and self.meter is not None:
                 self.meter.see(messages, numbers, out, factors)
 
@@ -154,7 +156,7 @@ class Rules:
         peaks = load.peaks.clone()
         for group, found in zip(messages.groups, maxima, strict=True):
             if overflow_unseen(group.codec) and found is not None:
-                bad = torch.where(found[0] >= F32.infinity, NONFINITE, 0).to(torch.uint8)
+                bad = torch.where(found[0] >= F32.infinity, NONFINITE, 0).to(peaks.dtype)
                 peaks.scatter_reduce_(0, group.indices(peaks.device), bad, "amax")
         return replace(load, peaks=peaks)
 
@@ -197,7 +199,7 @@ class Rules:
         if all(part.codec.format == FP32 for part in shard.parts):
             return Load(load.numbers.clone(), load.peaks.clone())
         messages = self.messages(shard, Stage.ADDEND)
-        numbers = messages.round_(load.numbers.clone(), lambda part: self.noise(part, Stage.ADDEND, actor))
+        numbers = messages.round_(load.numbers.clone(), self._noises(Stage.ADDEND, actor))
         return Load(numbers, load.peaks.clone())
 
     def sent_on(self, total: Load, shard: Shard, actor: int) -> Load:
@@ -210,9 +212,7 @@ class Rules:
         return not all(part.codec.scale.shared and part.codec.keep == 1 for part in shard.parts)
 
     def noise(self, part: Part, stage: Stage, actor: int) -> Noise:
-        """Counted by element of the layer, so that it does not matter how a bucket is cut."""
-        level = 0 if stage == Stage.TOTAL else self.level  # the total is everybody's
-        return Noise.of(self.domain, self.seed, self.step, part.number, level, stage, actor, offset=part.start)
+        return self._noises(stage, actor)(part)
 
     def round_(self, numbers: Tensor, shard: Shard, stage: Stage, actor: int) -> Tensor:
         """Round to the format of sums, in place."""
@@ -220,7 +220,7 @@ class Rules:
         if all(codec.format == FP32 for codec in codecs):
             return numbers
         if all(codec.elementwise for codec in codecs):
-            return self.messages(shard, Stage.PARTIAL).round_(numbers, lambda part: self.noise(part, stage, actor))
+            return self.messages(shard, Stage.PARTIAL).round_(numbers, self._noises(stage, actor))
         for part, codec in zip(shard.parts, codecs, strict=True):
             if codec.format != FP32:
                 codec.round_(numbers[part.offset : part.offset + part.size], self.noise(part, stage, actor))
@@ -271,15 +271,14 @@ class Rules:
             total = self.fold((self.read(message, shard, stage) for message in messages), shard, actors)
             return total if out is None else replace(total, numbers=out.copy_(total.numbers))
         with self.timed("decode", messages.device):
-            numbers = room(shard.size, torch.float32, messages.device) if out is None else out
-            maxima = layout.decode(
-                messages.view(-1), numbers, messages=len(messages), stride=layout.length, wanted=wanted_of_total
-            )
+            flat, count = messages.view(-1), len(messages)
+            numbers = self.workspace.scratch(shard.size, torch.float32, messages.device) if out is None else out
+            maxima = layout.decode(flat, numbers, None, 1, count, layout.length, wanted_of_total, self.workspace)
             same = all(total_codec(group.codec, self.world) == group.codec for group in layout.groups)
             # What is not finite makes the sum so; only peaks that were sent along must be known.
-            flat = messages.view(-1)
-            known = layout.sends_peaks
-            peaks = layout.peaks(flat, len(messages), layout.length) if known else layout.no_peaks(messages.device)
+            peaks = layout.no_peaks(messages.device)
+            if layout.sends_peaks:
+                peaks = layout.peaks(flat, count, layout.length, self.workspace)
             return Load(numbers, peaks, maxima=maxima if same else None)
 
     def fold_to_total(self, messages: Tensor, shard: Shard, actors: Iterable[int], out: Tensor) -> None:
@@ -290,12 +289,13 @@ class Rules:
                          for group, other in zip(layout.groups, total.groups, strict=False)):  # fmt: skip
             with self.timed("decode", messages.device):
                 noises = self._noises(Stage.TOTAL, 0)
-                if layout.fold(messages.view(-1), out, len(messages), layout.length, noises):
+                if layout.fold(messages.view(-1), out, len(messages), layout.length, noises, self.workspace):
                     return
         self.write(self.fold_messages(messages, shard, Stage.ADDEND, actors), shard, Stage.TOTAL, 0, out)
 
-    def _noises(self, stage: Stage, actor: int) -> "Callable[[Part], Noise]":
-        return lambda part: self.noise(part, stage, actor)
+    def _noises(self, stage: Stage, actor: int) -> PartNoise:
+        level = 0 if stage == Stage.TOTAL else self.level  # the total is everybody's
+        return PartNoise(self.domain, self.seed, self.step, level, stage, actor)
 
     def adds_plainly(self, shard: Shard) -> bool:
         """Are sums float32, without a compensation?"""

@@ -54,23 +54,40 @@ SCALES = (Scale("none"), Scale("aps"), Scale("aps_delayed"), Scale("local"), Sca
 
 def bound_bytes(maxima: Tensor, world: int) -> Tensor:
     """The byte of `E = ceil(log2(maximum * world))` for each layer's largest magnitude (NaN or infinite where it is)."""
-    return _bounding(world)(maxima.to(torch.float32).contiguous()).view(torch.uint8)
+    bits = maxima.to(torch.float32).abs().contiguous().view(torch.int32)  # NaN may have a sign
+    found = torch.empty(bits.shape, dtype=torch.uint8, device=bits.device)
+    write_bounds(bits, world, found)
+    return found
+
+
+def write_bounds(maxima: Tensor, world: int, out: Tensor) -> None:
+    """The same for largest magnitudes given as the bits of float32; `out` is uint8, or int32."""
+    _bounding(world, out.dtype)([maxima], [out])
 
 
 @lru_cache(maxsize=64)
-def _bounding(world: int) -> Elementwise:
-    def bounds(maxima: Tensor) -> Tensor:
-        maxima = maxima.abs()  # NaN may have a sign
-        bits = (maxima.to(torch.float64) * world).view(torch.int64)
+def _bounding(world: int, dtype: torch.dtype) -> Elementwise:
+    def bounds(maxima: Tensor) -> list[Tensor]:
+        bits = (maxima.view(torch.float32).to(torch.float64) * world).view(torch.int64)
         bound = (bits >> 52) - 1023 + ((bits & ((1 << 52) - 1)) != 0).to(torch.int64)  # a power of two is its own bound
-        return _marked((bound + _BOUND_BIAS).clamp(1, 254).to(torch.int32), maxima).to(torch.int8)
+        return [_marked((bound + _BOUND_BIAS).clamp(1, 254).to(torch.int32), maxima.view(torch.float32)).to(dtype)]
 
-    return Elementwise(bounds, (torch.float32,), torch.int8)
+    return Elementwise(bounds, (torch.int32,), (dtype,))
 
 
-def aps_factors(bounds: Tensor, emax: Tensor) -> Tensor:
-    """By what each layer is multiplied (float32): 2^`aps_shifts`."""
-    return _FACTORS(bounds.view(torch.int8), emax)
+def write_factors(bounds: Tensor, emax: Tensor, usual: Tensor, factors: Tensor, units: Tensor) -> None:
+    """By what each layer is multiplied, `factors`: 2^`aps_shifts`. What its sum counts in, `units`: `usual / factors`; NaN for
+    layers that are not finite on some rank. Bounds are uint8, `emax` int32, the others float32."""
+    _FACTORS([bounds, emax, usual], [factors, units])
+
+
+def _factors(bounds: Tensor, emax: Tensor, usual: Tensor) -> list[Tensor]:
+    byte = bounds.to(torch.int32)
+    factors = power_of_two(aps_shifts(byte, emax))
+    return [factors, torch.where(byte == NONFINITE, torch.full_like(usual, math.nan), usual / factors)]
+
+
+_FACTORS = Elementwise(_factors, (torch.uint8, torch.int32, torch.float32), (torch.float32, torch.float32))
 
 
 def aps_shifts(bounds: Tensor, emax: Tensor, headroom: int = 0) -> Tensor:
@@ -79,9 +96,18 @@ def aps_shifts(bounds: Tensor, emax: Tensor, headroom: int = 0) -> Tensor:
     return torch.where((bounds == ZERO) | (bounds == NONFINITE), torch.zeros_like(shifts), shifts)
 
 
-_FACTORS = Elementwise(
-    lambda bounds, emax: power_of_two(aps_shifts(bounds.to(torch.int32) & 0xFF, emax)), (torch.int8, torch.int32), torch.float32
-)
+def write_remembered(found: Tensor, delayed: Tensor, bounds: Tensor) -> None:
+    """Bounds for the next step of `aps_delayed`: those that were found (int32), where a layer is `delayed` (uint8) and was
+    neither zero nor not finite; else they stay what they are."""
+    _REMEMBERED([found, delayed, bounds], [bounds])
+
+
+def _remembered(found: Tensor, delayed: Tensor, bounds: Tensor) -> list[Tensor]:
+    learnt = (delayed.to(torch.int32) != 0) & (found != ZERO) & (found != NONFINITE)
+    return [torch.where(learnt, found, bounds.to(torch.int32)).to(torch.uint8)]
+
+
+_REMEMBERED = Elementwise(_remembered, (torch.int32, torch.uint8, torch.uint8), (torch.uint8,))
 
 
 def emax_of(fmt: AnyFormat) -> int:

@@ -24,12 +24,14 @@ from lowp.wire.exchange import (
     rules_for,
 )
 from lowp.wire.feedback import Feedback
+from lowp.wire.layer_tensors import Residuals
 from lowp.wire.link import agreement_bytes
 from lowp.wire.messages import Messages
 from lowp.wire.plan import Bucket, Chunk, Shard, cuts_for
-from lowp.wire.reductions.base import Reduction, peaks_of, scaled
+from lowp.wire.reductions.base import Reduction, peaks_of
 from lowp.wire.report import ring_bytes
 from lowp.wire.rules import Load, Stage
+from lowp.wire.scaled import scaled
 from lowp.wire.scaling import warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.traffic import bytes_of_bucket
@@ -129,7 +131,7 @@ class VirtualExchange:
         self._reduction = settings.reduction
         self.buckets = [list(bucket) for bucket in buckets] if buckets is not None else [list(shapes)]
         self.state = State()
-        self.residuals: list[dict[str, Tensor]] = [{} for _ in range(world)]
+        self.residuals = [Residuals() for _ in range(world)]
         self._marks: list[tuple[list[str], Tensor]] = []
 
     @property
@@ -177,7 +179,7 @@ class VirtualExchange:
     def _open(self, names: list[str], example: Mapping[str, Tensor]) -> "_OpenBucket":
         bucket = self._parameters.bucket(names, self.state.step)
         first = example[names[0]]
-        feedback = Feedback(self.residuals.__getitem__, bucket.layers) if self._settings.error_feedback else None
+        feedback = Feedback(self.residuals.__getitem__, bucket) if self._settings.error_feedback else None
         return _OpenBucket(
             names, bucket, self._world, SharedScales(bucket, self._world, self.state, first.device), first, feedback
         )
@@ -232,7 +234,8 @@ class _OpenBucket:
     def begin(self, settings: Settings, reduction: Reduction, state: State) -> None:
         bucket = self._bucket
         self._reduction = reduction = reduction.of_size(bucket.size)
-        factors, self._cuts = self._scales.factors(), cuts_for(settings.chunk, self._example.device)
+        factors, _ = self._scales.factors_and_units(1)
+        self._cuts = cuts_for(settings.chunk, self._example.device)
         self._rules = rules_for(settings, reduction, self._world, 0, state.step, self._feedback, factors)
         # Where it makes no difference, chunks are not cut into a shard for each rank: time would grow with their square.
         whole = reduction.one_order and all(layer.codec.elementwise for layer in bucket.layers)
@@ -266,7 +269,7 @@ class _OpenBucket:
         rules, device = self._rules, self._example.device
         result = self._example.new_empty(self._bucket.size)
         exact, rest = exact_and_rest(self._world if mean else 1)
-        usual = self._scales.units(exact)
+        _, usual = self._scales.factors_and_units(exact)
         every_unit, travelled = [usual], None
         for chunk, row in zip(self._chunks, self._adders, strict=True):
             numbers = torch.empty(chunk.size, dtype=torch.float32, device=device)
@@ -281,11 +284,11 @@ class _OpenBucket:
                 every.append(total.peaks)
             peaks = torch.cat(every)
             units = poisoned(usual, peaks, chunk)
-            factors = units if rules.factors is None else units / rules.factors
-            result[chunk.start : chunk.stop] = scaled(numbers, chunk, factors, rest)
+            result[chunk.start : chunk.stop] = scaled(numbers, chunk, units, rest)
             every_unit.append(units)
             travelled = largest_peaks(travelled, chunk, peaks, len(units))
-        remember_bounds(state, self._bucket.layers, {} if travelled is None else dict(enumerate(travelled)))
+        if travelled is not None:
+            remember_bounds(state, self._bucket, travelled)
         if self._feedback is not None:
             self._feedback.finish(list(self._owners()))
         return result, marks_of(every_unit)

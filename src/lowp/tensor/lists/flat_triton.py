@@ -1,4 +1,5 @@
 """A traced function of flat tensors as one Triton kernel: `out = function(*sized, numbers, scalars, tables)`, in one launch.
+A function may have several results, each with its own tensor.
 
 The CUDA counterpart of flat.py. A program works on TILE elements. The text has the function twice: without masks for a full
 tile, so that memory is read and written 16 bytes at a time, and with masks for the last tile. Two kernels are made of it: one
@@ -23,9 +24,9 @@ MOST = 1 << 30  # elements of a launch: 32-bit indices
 
 
 def build(
-    function: Callable[..., Tensor],
+    function: Callable[..., Tensor | Sequence[Tensor]],
     sized: Sequence[torch.dtype],
-    out: torch.dtype,
+    out: torch.dtype | Sequence[torch.dtype],
     numbers: int,
     scalars: int,
     tables: Sequence[Tensor],
@@ -33,10 +34,16 @@ def build(
 ) -> Callable[..., None]:
     """Compile a function for the device of the current stream. Arguments and result are those of `flat.build`."""
     device = torch.device("cuda", torch.cuda.current_device())
-    program = trace(lambda *a: [function(*a)], [Element(dtype) for dtype in sized], numbers, scalars, list(tables), device)
-    assert program.results[0].dtype == out, (program.results[0].dtype, out)
+
+    def results(*arguments: Any) -> Sequence[Tensor]:
+        found = function(*arguments)
+        return [found] if isinstance(found, Tensor) else found
+
+    outs = [out] if isinstance(out, torch.dtype) else list(out)
+    program = trace(results, [Element(dtype) for dtype in sized], numbers, scalars, list(tables), device)
+    assert [result.dtype for result in program.results] == outs, (program.results, outs)
     return _TritonFlatKernel(
-        fused(program) if exact_products else program, [*sized, out], [table.dtype for table in tables], device
+        fused(program) if exact_products else program, [*sized, *outs], [table.dtype for table in tables], device
     )
 
 
@@ -64,19 +71,22 @@ class _TritonFlatKernel:
     def __call__(
         self,
         sized: Sequence[Tensor],
-        out: Tensor,
+        out: Tensor | Sequence[Tensor],
         numbers: Tensor | Sequence[int] | None,
         scalars: Tensor | None,
         tables: Sequence[Tensor],
     ) -> None:
         """All flat, `sized` and `out` of one length, on the device; `numbers` there or on the host."""
-        count = out.numel()
+        outs = [out] if isinstance(out, Tensor) else out
+        count = outs[0].numel()
+        if not count:
+            return
         if count > MOST:  # (Functions that count elements are called with fewer: kernels.py cuts where noise changes its key.)
             for start in range(0, count, MOST):
                 part = slice(start, start + MOST)
-                self([x[part] for x in sized], out[part], numbers, scalars, tables)
+                self([x[part] for x in sized], [x[part] for x in outs], numbers, scalars, tables)
             return
-        arguments = [*(x.data_ptr() for x in sized), out.data_ptr()]
+        arguments = [x.data_ptr() for x in (*sized, *outs)]
         aligned, on_host = not any(address % 16 for address in arguments), True
         if self._program.numbers:
             assert numbers is not None
@@ -99,13 +109,14 @@ class _TritonFlatKernel:
 
 
 def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned: bool, on_host: bool) -> str:
-    """The Python text of a module with the kernel `run`. `sized` are the dtypes of the long arguments, the result's last.
+    """The Python text of a module with the kernel `run`. `sized` are the dtypes of the long arguments, the results' last.
 
     Triton assumes that a pointer is a multiple of 16 if it specialises on it and the example is one, as `warmup`'s are.
     """
     long, numbers = [f"p{i}" for i in range(len(sized))], [value.name for value in program.numbers.values()]
     small = [*(numbers if on_host or not numbers else ["numbers"]), *(["scalars"] if program.scalars else [])]
     names = [*long, *small, *(f"table{i}" for i in range(tables)), "count"]
+    inputs = len(sized) - len(program.results)
     lines = [
         *triton.IMPORTS,
         f"@triton.jit(do_not_specialize={names[len(long) :] if aligned else names})",
@@ -122,8 +133,8 @@ def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned:
     ):
         lines += [
             head,
-            *(f"        x{i} = tl.load(p{i} + index{read})" for i in range(len(sized) - 1)),
+            *(f"        x{i} = tl.load(p{i} + index{read})" for i in range(inputs)),
             *(f"        {s.result.name} = {triton.expression(s)}" for s in program.statements),
-            f"        tl.store({long[-1]} + index, {program.results[0].name}{write})",
+            *(f"        tl.store({p} + index, {v.name}{write})" for p, v in zip(long[inputs:], program.results, strict=True)),
         ]
     return "\n".join(lines) + "\n"

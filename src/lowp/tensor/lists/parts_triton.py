@@ -5,7 +5,6 @@ A program works on one item: `ROWS` tiles of one part. Every vector of a tile is
 Multiplications and additions are not fused, divisions are correctly rounded: the same bits as on a CPU.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -217,52 +216,3 @@ class _TritonParts:
             *self._statements(self.finish),
             *self._write(self.finish.results, masked),
         ]
-
-
-_UNITS = """
-import triton
-import triton.language as tl
-
-
-@triton.jit(do_not_specialize=["parts", "layers", "messages", "message_stride"])
-def run(source, headers, owners, parts, usual, factors, out, layers, messages, message_stride, SCALED: tl.constexpr,
-        PARTS: tl.constexpr, LAYERS: tl.constexpr):
-    layer = tl.arange(0, LAYERS)
-    unit = tl.load(usual + layer, mask=layer < layers, other=1.0)
-    if SCALED:
-        unit = tl.div_rn(unit, tl.load(factors + layer, mask=layer < layers, other=1.0))
-    tl.store(out + layer, unit, mask=layer < layers)
-    tl.debug_barrier()
-    part = tl.arange(0, PARTS)
-    at = tl.load(headers + part, mask=part < parts, other=0)
-    byte = tl.load(source + at, mask=part < parts, other=0)
-    for message in range(1, messages):
-        byte = tl.maximum(byte, tl.load(source + message * tl.cast(message_stride, tl.int64) + at, mask=part < parts, other=0))
-    owner = tl.load(owners + part, mask=part < parts, other=0)
-    tl.store(out + owner, float("nan"), mask=(part < parts) & (byte == 255))
-"""
-MOST_UNITS = 4096  # parts or layers of one launch
-
-
-@lru_cache(maxsize=1)
-def _units() -> Any:
-    return build(_UNITS)
-
-
-def units_of_layers(
-    source: Tensor, headers: Tensor, owners: Tensor, usual: Tensor, factors: Tensor | None, messages: int, stride: int
-) -> Tensor:
-    """`usual / factors` of each layer; NaN where a header byte (at `headers` of the messages in `source`) of a part that is the
-    layer's (`owners`) is 255. One launch: as operations of torch there are six."""
-    out, parts = torch.empty_like(usual), headers.numel()
-    with torch.cuda.device(source.device):
-        _units()[(1,)](
-            source, headers, owners, parts, usual, usual if factors is None else factors, out, usual.numel(), messages, stride,
-            SCALED=factors is not None, PARTS=_above(parts), LAYERS=_above(usual.numel()), num_warps=4,
-        )  # fmt: skip
-    return out
-
-
-def _above(count: int) -> int:
-    """A power of two; few different ones, for each is a kernel."""
-    return max(128, 1 << (count - 1).bit_length())

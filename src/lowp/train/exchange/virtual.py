@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowp.train.buffers import BufferCopies
 from lowp.train.exchange.base import Gradients
+from lowp.wire.layer_tensors import Residuals
 from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
 from lowp.wire.virtual import VirtualExchange
@@ -41,7 +42,7 @@ class VirtualRanks:
         source = _RankGradients(self._buffers, self._parameters, gradients, keep=self._exchange.asks_twice and self._fits)
         sent, of_fp32 = self._exchange.bytes_sent(0, next(iter(self._parameters.values())).device)
         self._before = self._exchange.state.snapshot()
-        self._residuals = [{n: r.clone() for n, r in residuals.items()} for residuals in self._exchange.residuals]
+        self._residuals = [residuals.copy() for residuals in self._exchange.residuals]
         means = self._exchange.reduce(source)
         source.finish()
         for name, parameter in self._parameters.items():
@@ -66,17 +67,18 @@ class VirtualRanks:
 
     def undo(self) -> None:
         self._exchange.state.restore(self._before)
-        self._exchange.residuals = [dict(residuals) for residuals in self._residuals]
+        self._exchange.residuals = [residuals.copy() for residuals in self._residuals]
 
     def state_of_rank(self) -> list[dict[str, Any]]:
         shared = self._exchange.state.state_dict()
-        return [shared | {"residuals": dict(self._exchange.residuals[rank])} for rank in self.ranks]
+        return [shared | {"residuals": self._exchange.residuals[rank].named()} for rank in self.ranks]
 
     def load_state_of_rank(self, saved: list[dict[str, Any]]) -> None:
         device = next(iter(self._parameters.values())).device
         self._exchange.state.load_state_dict(saved[0] | {"residuals": {}}, device)
         for rank, theirs in zip(self.ranks, saved, strict=True):
-            self._exchange.residuals[rank] = {n: r.to(device, copy=True) for n, r in theirs["residuals"].items()}
+            residuals = {n: r.to(device, copy=True) for n, r in theirs["residuals"].items()}
+            self._exchange.residuals[rank] = Residuals(residuals)
 
     def close(self) -> None: ...
 

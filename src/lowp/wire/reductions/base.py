@@ -7,7 +7,7 @@ rank's numbers after the other. `Rules` does the arithmetic of both. The conform
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -16,14 +16,13 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat
 from lowp.formats.floats import FP32
-from lowp.tensor.lists.parts import PartTable
 from lowp.wire import scaling
 from lowp.wire.link import ChunkLink, Pending
 from lowp.wire.messages import Messages
-from lowp.wire.part_kernels import scale_function
 from lowp.wire.plan import Chunk, Shard, constants
 from lowp.wire.rules import Load, Rules, Stage
-from lowp.wire.scratch import Buffers
+from lowp.wire.scaled import scaled
+from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 
 @dataclass
@@ -32,15 +31,38 @@ class Rooms:
 
     messages: Messages
     buffer: Tensor
-    numbers: dict[int, int]  # of the shards: their places among the messages'
     lengths: Sequence[int]
 
-    def __getitem__(self, index: int) -> Tensor:
-        return self.messages.view(self.buffer, self.numbers[index])
+    @cached_property
+    def _views(self) -> list[Tensor]:
+        return [self.messages.view(self.buffer, index) for index in range(len(self.lengths))]
 
-    @property
+    def __getitem__(self, index: int) -> Tensor:
+        return self._views[index]
+
+    @cached_property
     def rows(self) -> Tensor:
         return self.buffer.view(len(self.lengths), -1)
+
+
+@dataclass
+class OwnersRooms:
+    """Messages to the owners of all shards, rank r of shard r, and room for those of all ranks to this one: in one buffer.
+
+    This rank's own message to itself lies among those that it receives, `rows`: [ranks, bytes].
+    """
+
+    messages: Messages
+    buffer: Tensor
+    rows: Tensor
+
+    @cached_property
+    def sent(self) -> dict[int, Tensor]:
+        return {rank: self.messages.view(self.buffer, rank) for rank in range(len(self.rows))}
+
+    @cached_property
+    def received(self) -> dict[int, Tensor]:
+        return dict(enumerate(self.rows))
 
 
 @dataclass
@@ -57,15 +79,14 @@ class ChunkJob:
     rules: Rules
     link: ChunkLink
     unscale: "Callable[[Messages, Tensor, int, int], tuple[Tensor | None, int]]" = lambda *messages: (None, 1)
-    buffers: Buffers = field(default_factory=Buffers)
-
-    def take_bytes(self, count: int) -> Tensor:
-        """Room for `count` bytes of messages, until the chunk is done."""
-        return self.buffers.take(count, self.device)
 
     @property
     def device(self) -> torch.device:
         return self.source.device
+
+    def empty(self, *shape: int) -> Tensor:
+        """Bytes."""
+        return self.rules.workspace.empty(shape, torch.uint8, self.device)
 
     def messages(self, indices: Sequence[int], stage: Stage, begins: Sequence[int] | None = None) -> Messages:
         """Where the parts of some shards lie in one buffer. Worked out once."""
@@ -84,7 +105,8 @@ class ChunkJob:
     @cached_property
     def peaks(self) -> Tensor:
         """The header byte of each part, where the codec does not make its own: how large the rank's numbers are."""
-        return peaks_of(self.messages(self._everything, Stage.ADDEND), self.source, self.rules.world)
+        messages = self.messages(self._everything, Stage.ADDEND)
+        return peaks_of(messages, self.source, self.rules.world, self.rules.workspace)
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -104,40 +126,58 @@ class ChunkJob:
 
     def write_own(self, messages: Messages, indices: Sequence[int], stage: Stage, out: Tensor) -> None:
         """This rank's own numbers in the messages of some shards, all at once."""
-        rules = self.rules
-        if rules.feedback is not None:  # which looks at what every shard has lost
-            for number, index in enumerate(indices):
-                rules.write(self.load(index), self.chunk.shards[index], stage, self.link.rank, messages.view(out, number))
-            return
-        peaks = None
+        rules, peaks = self.rules, None
         if messages.sends_peaks:
             peaks = self.peaks
             if len(indices) != len(self.chunk.shards):
                 own = [range(*self.chunk.first_parts[index : index + 2]) for index in indices]
                 peaks = peaks[constants(tuple(part for parts in own for part in parts), torch.int64, self.device)]
         rules.encode(messages, self.source, out, stage, self.link.rank, rules.factors, peaks)
+        if rules.feedback is None:
+            return
+        lost = rules.workspace.scratch(self.chunk.size, torch.float32, self.device)
+        messages.decode(out, lost)
+        torch.sub(self.numbers, lost, out=lost)
+        if len(indices) == len(self.chunk.shards):
+            rules.feedback.keep(rules.rank, self.chunk, lost, rules.factors, of_sum=False)
+            return
+        for shard in (self.chunk.shards[index] for index in indices):
+            rules.feedback.keep(rules.rank, shard, lost[shard.start : shard.stop], rules.factors, of_sum=False)
 
-    def write_to_owners(self) -> tuple[dict[int, Tensor], Tensor]:
-        """Messages for the owners of all shards, rank r of shard r; and room for those of all ranks to this one, where its own
-        lies already: [ranks, bytes]."""
+    def _kept(self, name: Any, make: Callable[[], Any]) -> Any:
+        """What depends on the chunk's cut and the codecs alone."""
+        kind = name, self.rules.accumulate, self.rules.world
+        if kind not in self.chunk.messages:
+            self.chunk.messages[kind] = make()
+        return self.chunk.messages[kind]
+
+    def write_to_owners(self) -> OwnersRooms:
+        """Messages for the owners of all shards, and room for those to this one."""
         me, ranks = self.link.rank, range(self.link.world)
-        lengths = [self.rules.length(self.chunk.shards[rank], Stage.ADDEND) for rank in ranks]
-        begins, end = [], 0
-        for rank in ranks:
-            begins.append(end)
-            end += 0 if rank == me else lengths[rank]
-        begins[me] = end + me * lengths[me]
-        messages = self.messages(ranks, Stage.ADDEND, begins)
-        buffer = self.take_bytes(end + len(ranks) * lengths[me])
+
+        def make() -> tuple[Messages, int, int]:
+            lengths = [self.rules.length(self.chunk.shards[rank], Stage.ADDEND) for rank in ranks]
+            begins, end = [], 0
+            for rank in ranks:
+                begins.append(end)
+                end += 0 if rank == me else lengths[rank]
+            begins[me] = end + me * lengths[me]
+            return self.messages(ranks, Stage.ADDEND, begins), end, lengths[me]
+
+        messages, end, length = self._kept(("owners", me), make)
+        buffer = self.empty(end + len(ranks) * length)
+        rooms: OwnersRooms = self.rules.workspace.once(
+            messages, "owners", lambda: OwnersRooms(messages, buffer, buffer[end:].view(len(ranks), length))
+        )
         self.write_own(messages, ranks, Stage.ADDEND, buffer)
-        sent = {rank: messages.view(buffer, rank) for rank in ranks}
-        return sent, buffer[end:].view(len(ranks), lengths[me])
+        return rooms
 
     def write_to_all(self) -> Tensor:
         """Room for the whole chunk's messages of all ranks, where this one's lies already: [ranks, bytes]."""
-        messages = self.messages(self._everything, Stage.ADDEND)
-        received = self.take_bytes(self.link.world * messages.length).view(self.link.world, messages.length)
-        self.write_own(messages, self._everything, Stage.ADDEND, received[self.link.rank])
+        messages: Messages = self._kept("all", lambda: self.messages(self._everything, Stage.ADDEND))
+        received = self.empty(self.link.world, messages.length)
+        own = self.rules.workspace.once(messages, "own", lambda: received[self.link.rank])
+        self.write_own(messages, self._everything, Stage.ADDEND, own)
         return received
 
     def read(self, message: Tensor, index: int, stage: Stage) -> Load:
@@ -159,18 +199,17 @@ class ChunkJob:
     def write_all(self, indices: Sequence[int], stage: Stage) -> Tensor:
         """This rank's own numbers of some shards, as one message."""
         messages = self.messages(indices, stage)
-        message = self.take_bytes(messages.length)
+        message = self.empty(messages.length)
         self.write_own(messages, indices, stage, message)
         return message
 
     def room_for(self, indices: Iterable[int], stage: Stage) -> Tensor:
         length = sum(self.rules.length(self.chunk.shards[index], stage) for index in indices)
-        return self.take_bytes(length)
+        return self.empty(length)
 
     def room_for_ranks(self, indices: Sequence[int], stage: Stage, ranks: int) -> Tensor:
         """For several ranks' messages of some shards: [ranks, bytes]."""
-        length = self.messages(indices, stage).length
-        return self.take_bytes(ranks * length).view(ranks, length)
+        return self.empty(ranks, self.messages(indices, stage).length)
 
     def fold(self, received: Tensor, indices: Sequence[int], stage: Stage, actors: Sequence[int]) -> dict[int, Load]:
         """The sums of such messages, by shard."""
@@ -182,7 +221,7 @@ class ChunkJob:
                 for index in indices
             }
         with rules.timed("decode", self.device):
-            numbers = self.take_bytes(4 * self.chunk.size).view(torch.float32)
+            numbers = self.rules.workspace.empty((self.chunk.size,), torch.float32, self.device)
             messages.decode(received.view(-1), numbers, messages=len(received), stride=messages.length)
             peaks = messages.peaks(received.view(-1), len(received), messages.length)
         split = peaks.split([len(shards[index].parts) for index in indices])
@@ -208,11 +247,16 @@ class ChunkJob:
 
     def rooms(self, stage: Stage) -> Rooms:
         """Room for the messages of all shards, each at a multiple of the longest one's length."""
-        lengths = [self.rules.length(shard, stage) for shard in self.chunk.shards]
-        stride = max(lengths)
-        messages = self.messages(self._everything, stage, range(0, len(lengths) * stride, stride) if stride else None)
-        buffer = self.take_bytes(len(lengths) * stride)
-        return Rooms(messages, buffer, {index: index for index in self._everything}, lengths)
+
+        def make() -> tuple[Messages, int, list[int]]:
+            lengths = [self.rules.length(shard, stage) for shard in self.chunk.shards]
+            stride = max(lengths)
+            begins = range(0, len(lengths) * stride, stride) if stride else None
+            return self.messages(self._everything, stage, begins), len(lengths) * stride, lengths
+
+        messages, length, lengths = self._kept(("rooms", stage), make)
+        buffer = self.empty(length)
+        return self.rules.workspace.once(messages, "rooms", lambda: Rooms(messages, buffer, lengths))
 
     def finish(self, totals: Rooms) -> None:
         """Take the sum from the bytes that everybody gets."""
@@ -236,38 +280,15 @@ class ChunkJob:
         self.target.copy_(scaled(total.numbers, self.chunk, factors, divisor))
 
 
-def scaled(source: Tensor, chunk: Chunk, factors: Tensor | None, divisor: int = 1) -> Tensor:
-    """A chunk's numbers in float32, each layer times its factor, divided. Without either, float32 stays where it is."""
-    if factors is None and divisor == 1:
-        return source.to(torch.float32)
-    device = source.device
-    of_layers = torch.ones(1, 1 + chunk.runs[-1][0], device=device) if factors is None else factors.view(1, -1)
-    if divisor != 1:
-        of_layers = torch.cat([of_layers, torch.full_like(of_layers, divisor)])
-    if device not in chunk.tables:
-        chunk.tables[device] = PartTable([(last - first, layer, first) for layer, first, last in chunk.runs], device)
-    table = chunk.tables[device]
-    kernel = scale_function(source.dtype, divisor != 1).kernel(table)
-    numbers = torch.empty(source.numel(), dtype=torch.float32, device=device)
-    if kernel is not None:
-        kernel(source, numbers, table, None, of_layers)
-        return numbers
-    for layer, first, last in chunk.runs:
-        torch.mul(source[first:last].to(torch.float32), of_layers[0, layer], out=numbers[first:last])
-    return numbers if divisor == 1 else numbers.div_(divisor)
-
-
-def peaks_of(messages: Messages, source: Tensor, world: int) -> Tensor:
-    """The header byte of each part, where the codec does not make its own: how large the rank's numbers are."""
-    peaks = torch.zeros(messages.parts, dtype=torch.uint8, device=source.device)
-    for group in messages.groups if messages.sends_peaks else ():
+def peaks_of(messages: Messages, source: Tensor, world: int, workspace: NewMemory = NEW_MEMORY) -> Tensor:
+    """The header byte of each part, where the codec does not make its own: how large the rank's numbers are. Int32."""
+    device, peaks = source.device, messages.no_peaks(source.device)
+    for group in messages.groups:
         if group.codec.sends_peaks:
-            maxima = group.measure(source, (True, False))
-            assert maxima is not None
-            bounds = scaling.bound_bytes(maxima[0].view(torch.float32), world)
-            if len(messages.groups) == 1:
-                return bounds
-            peaks[group.indices(source.device)] = bounds
+            maxima = workspace.zeros((len(group.segments),), device)
+            group.measure(source, (True, False), maxima)
+            scaling.write_bounds(maxima, world, maxima)
+            peaks = maxima if len(messages.groups) == 1 else peaks.index_copy(0, group.indices(device), maxima)
     return peaks
 
 

@@ -37,7 +37,7 @@ class OneShot(Reduction):
         received = job.write_to_all()
         yield job.link.share(received, [received.shape[1]] * len(ranks))
         # All lose the same: one of them keeps it.
-        last = job if me == 0 else job.under(replace(job.rules, feedback=None))
+        last = job if me == 0 or job.rules.feedback is None else job.under(replace(job.rules, feedback=None))
         last.finish_sum(received, ranks)
 
     def adder(self, shard: Shard, index: int | None, rules: Rules) -> Fold:

@@ -62,10 +62,10 @@ class TwoShot(Reduction):
 
     def exchange(self, job: ChunkJob) -> Steps:
         me, ranks = job.link.rank, range(job.link.world)
-        sent, received = job.write_to_owners()
-        yield job.link.exchange(sent, {rank: received[rank] for rank in ranks})
+        rooms = job.write_to_owners()
+        yield job.link.exchange(rooms.sent, rooms.received)
         shard, totals = job.chunk.shards[me], job.totals()
-        job.rules.fold_to_total(received, shard, ranks, totals[me])
+        job.rules.fold_to_total(rooms.rows, shard, ranks, totals[me])
         yield job.link.share(totals.rows, totals.lengths)
         job.finish(totals)
 

@@ -1,4 +1,4 @@
-"""Memory of messages is used again, but never while a chunk that took it is under way."""
+"""Memory of messages is used again, but never while a chunk that took it is under way; chunks under way; samples."""
 
 import torch
 
@@ -7,22 +7,20 @@ from lowp.wire.codec import codec_of
 from lowp.wire.messages import Messages
 from lowp.wire.plan import Bucket, Layer
 from lowp.wire.report import Meter
-from lowp.wire.scratch import Buffers
+from lowp.wire.workspace import Workspaces
 
 CPU = torch.device("cpu")
 
 
-def test_buffers_are_used_again_when_a_chunk_is_done():
-    first, second = Buffers(), Buffers()
-    taken = first.take(1_000_000, CPU)
-    other = second.take(1_000_000, CPU)
+def test_memory_is_used_again_when_a_chunk_is_done():
+    workspaces = Workspaces()
+    first, second = workspaces.take(), workspaces.take()
+    taken, other = (workspace.empty((1_000_000,), torch.uint8, CPU) for workspace in (first, second))
     assert taken.data_ptr() != other.data_ptr()
-    first.give_back()
-    again = second.take(999_990, CPU)  # the chunks of a bucket differ by some elements
-    assert again.data_ptr() == taken.data_ptr()
-    assert again.numel() == 999_990
-    first.give_back()  # it has nothing to give any more
-    assert second.take(1_000_000, CPU).data_ptr() not in (again.data_ptr(), other.data_ptr())
+    workspaces.give_back(first)
+    again = workspaces.take()
+    assert again.empty((1_000_000,), torch.uint8, CPU) is taken
+    assert workspaces.take().empty((1_000_000,), torch.uint8, CPU).data_ptr() not in (taken.data_ptr(), other.data_ptr())
 
 
 def test_a_chunk_starts_before_the_last_wait_of_the_one_that_it_follows():
