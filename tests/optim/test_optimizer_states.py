@@ -268,7 +268,7 @@ def test_exclude(kind, exclude, excluded):
 def test_draws_are_uniform_and_unrelated(seed):
     count, classes = 1 << 18, 256
     numbers = draws(key_tensor(Noise(seed, 3, 5), 0, torch.device("cpu")), torch.empty(1, count), 4)
-    uniform = torch.stack([n.view(-1).double() / 2.0**30 for n in numbers])
+    uniform = torch.stack([n.number.view(-1).double() / 2.0**30 for n in numbers])
     assert uniform.min() >= 0
     assert uniform.max() < 1
     for row in uniform:
