@@ -82,7 +82,7 @@ def stochastic_bfloat(numbers: Tensor, noise: Draw, saturate: bool) -> Tensor:
     """Float32 numbers as stored bfloat16 bits, rounded stochastically: the bits of `encode`, in fewer operations.
 
     bfloat16 is the upper half of float32, its subnormal numbers included: 16 bits of noise are added to the bits, sign and all,
-    and 16 bits are cut off. Only what is beyond bfloat16's largest number, and NaN, needs more. `saturate`: nothing is infinite.
+    and 16 bits are cut off. Only NaN, and what is beyond the largest number, needs more. `saturate`: nothing is infinite.
     """
     bits = numbers.view(torch.int32)
     largest = torch.finfo(torch.bfloat16).max

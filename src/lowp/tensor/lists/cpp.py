@@ -205,9 +205,9 @@ def _only_for(shortcut: Statement, statements: list[Statement], outside: set[str
     for s in reversed(statements):
         if s.result.name == shortcut.result.name:
             continue
-        if s.result.name not in others and (s.result.name == long_way or s.result.name in _read(
-            [t for t in statements if t.result.name in found], []
-        )):
+        if s.result.name not in others and (
+            s.result.name == long_way or s.result.name in _read([t for t in statements if t.result.name in found], [])
+        ):
             found.add(s.result.name)
         else:
             others |= _read([s], [])

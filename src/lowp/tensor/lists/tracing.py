@@ -260,7 +260,7 @@ def in_words(program: Program, numbers: Collection[int]) -> Program:
     """What is known to have 16 bits, and no sign, is computed in 16 bits: vectors are half as long then.
 
     For Philox (noise.py), which multiplies words of 16 bits and takes the product apart. `numbers` are the places of those that
-    are words. A word is: one of them; x & 0xFFFF; the upper half of a word times a constant below 2^15; and what bit operations,
+    are words. A word is: one of them; x & 0xFFFF; the upper half of a word times a constant below 2^15; what bit operations,
     shifts and sums make of words, as long as 16 bits are sure to hold it.
     """
     made_by = {s.result.name: s for s in program.statements}

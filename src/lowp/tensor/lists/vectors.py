@@ -89,10 +89,10 @@ INLINE f64 smaller(f64 a, f64 b) { return (f64)_mm512_min_pd((__m512d)a, (__m512
 #if defined(LONG_32)
 INLINE bool any_above(i32 a, i32 b) { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b) != 0; }
 INLINE i16 upper_words(i32 x) {
-    const i16x2 odd = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+    i16x2 odd; for (int l = 0; l < 32; l++) odd[l] = 2 * l + 1;  // only the lower half is looked at
     return (i16)_mm512_castsi512_si256(_mm512_permutexvar_epi16((__m512i)odd, (__m512i)x)); }
 INLINE i32 as_upper_words(i16 x) {
-    const i16x2 twice = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15};
+    i16x2 twice; for (int l = 0; l < 32; l++) twice[l] = l / 2;
     return (i32)_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, (__m512i)twice, _mm512_castsi256_si512((__m256i)x)); }
 #else
 INLINE bool any_above(i32 a, i32 b) { int any = 0; for (int l = 0; l < LANES; l++) any |= a[l] > b[l]; return any != 0; }
