@@ -42,7 +42,7 @@ def stochastic(numbers, dtype, noise):
 def noise_of(seed, step, number, count, which):
     """The `which`-th random number of each element of a parameter in a step."""
     key = key_tensor(Noise.of(Domain.OPTIMIZER, seed, step, number), 0, torch.device("cpu"))
-    return draws(key, torch.empty(1, count), which + 1)[which].view(-1).numpy().astype(np.int64)
+    return draws(key, torch.empty(1, count), which + 1)[which].number.view(-1).numpy().astype(np.int64)
 
 
 def shift_of(bound, dtype):

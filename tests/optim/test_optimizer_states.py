@@ -268,7 +268,7 @@ def test_exclude(kind, exclude, excluded):
 def test_draws_are_uniform_and_unrelated(seed):
     count, classes = 1 << 18, 256
     numbers = draws(key_tensor(Noise(seed, 3, 5), 0, torch.device("cpu")), torch.empty(1, count), 4)
-    uniform = torch.stack([n.view(-1).double() / 2.0**30 for n in numbers])
+    uniform = torch.stack([n.number.view(-1).double() / 2.0**30 for n in numbers])
     assert uniform.min() >= 0
     assert uniform.max() < 1
     for row in uniform:
@@ -285,7 +285,7 @@ def test_draws_of_neighbouring_keys_are_unrelated():
     rows = []
     for seed, step, stream in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (1, 0, 1), (0, 0, 1)]:
         key = key_tensor(Noise(seed, step, stream), 0, torch.device("cpu"))
-        rows += [n.view(-1).double() for n in draws(key, torch.empty(1, count), 3)]
+        rows += [n.number.view(-1).double() for n in draws(key, torch.empty(1, count), 3)]
     related = torch.corrcoef(torch.stack(rows)) - torch.eye(len(rows), dtype=torch.float64)
     assert related.abs().max().item() < 5.5 / math.sqrt(count)
 
@@ -295,8 +295,15 @@ def test_the_joint_distribution_of_two_draws_is_flat():
     count, side = 1 << 18, 16
     first, second, third, _ = draws(key_tensor(Noise(11, 3, 5), 0, torch.device("cpu")), torch.empty(1, count), 4)
     for one, other in ((first, second), (first, third), (second, third)):
-        cell = (one.view(-1) >> 26) * side + (other.view(-1) >> 26)
+        cell = (one.number.view(-1) >> 26) * side + (other.number.view(-1) >> 26)
         found = torch.bincount(cell, minlength=side * side).double()
         expected = count / side**2
         chi_square = ((found - expected) ** 2 / expected).sum().item()
         assert abs(chi_square - (side**2 - 1)) < 5 * math.sqrt(2 * (side**2 - 1))
+
+
+def test_the_second_draw_is_the_first_with_its_halves_exchanged():
+    first, second = draws(key_tensor(Noise(11, 3, 5), 0, torch.device("cpu")), torch.empty(1, 1 << 12), 2)
+    number = first.number
+    assert torch.equal(second.number, ((number & 0x7FFF) << 15) + (number >> 15))
+    assert torch.equal(second.upper, second.number >> 14)

@@ -15,7 +15,7 @@ from lowp.tensor import kernels
 from lowp.tensor.core import decode_operation
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.function import LIMIT, ListFunction, Lists, _build
-from lowp.tensor.lists.tracing import Element
+from lowp.tensor.lists.tracing import Element, shortcut
 
 CPU = torch.device("cpu")
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -412,7 +412,7 @@ def test_what_was_built_is_found_again(fresh, monkeypatch):
 PROGRAM = """
 import torch
 from lowp.tensor.lists.function import ListFunction, Lists, _build
-from lowp.tensor.lists.tracing import Element
+from lowp.tensor.lists.tracing import Element, shortcut
 what = ListFunction(lambda x, *_: [x + 1], (Element(torch.int32),), (0,), 0, 0)
 x = torch.arange(100, dtype=torch.int32)
 lists = Lists([[x]])
@@ -426,3 +426,17 @@ def test_two_processes_build_the_same_kernels(tmp_path):
     both = [subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment) for _ in range(2)]
     assert [process.wait(120) for process in both] == [0, 0]
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".so"]
+
+
+def test_a_shortcut_takes_the_long_way_where_one_element_needs_it():
+    """The short way is wrong on purpose where the condition holds; what the long way alone needs stands in a branch."""
+
+    def function(x, target, numbers, scalars, tables):
+        return [shortcut(lambda: x + 1, lambda: torch.where(x > 100, x * 3 + 7, x + 1), lambda: x > 100, x)]
+
+    x = torch.arange(70, dtype=I32)
+    x[37] = 1000
+    (plain, _), (compiled, _) = run_both(function, [[x]], [I32])
+    assert torch.equal(plain[0][0], compiled[0][0])
+    assert compiled[0][0][37] == 3007
+    assert compiled[0][0][36] == 37

@@ -23,7 +23,7 @@ from lowp.tensor.carrier import F32, bits_of_power, exponent_above
 from lowp.tensor.lists.function import ListFunction
 from lowp.tensor.lists.tracing import Element
 from lowp.tensor.memory import storage_of
-from lowp.tensor.noise import KEY_SIZE, draws
+from lowp.tensor.noise import KEY_SIZE, Draw, draws
 
 UNIT = KEY_SIZE
 _NORMS = 9
@@ -214,7 +214,7 @@ def update(layout: Layout) -> ListFunction:
     def function(*arguments: Any) -> list[Tensor]:
         *elements, numbers, s, tables = arguments
         weight, change, new = direction(layout, elements, numbers, s, tables)
-        noise: list[Tensor] = []
+        noise: list[Draw] = []
         if layout.update.stochastic or drawing:
             noise = draws(numbers, weight, 1 + len(drawing))
         lost = elements[layout.lost] if layout.update.compensated else None
@@ -234,4 +234,6 @@ def update(layout: Layout) -> ListFunction:
         return [written[0], *codes, *written[1:], *exponents]
 
     writes = tuple(i for i in range(len(layout.elements)) if i != 1)
-    return ListFunction(function, layout.elements, writes, layout.numbers, layout.rule.scalar_count, _tables(layout))
+    return ListFunction(
+        function, layout.elements, writes, layout.numbers, layout.rule.scalar_count, _tables(layout), words=KEY_SIZE - 1
+    )

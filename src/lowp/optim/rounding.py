@@ -26,7 +26,9 @@ from lowp.formats.floats import FP32
 from lowp.formats.posit import PositFormat
 from lowp.tensor.carrier import DTYPE_OF_FORMAT, F32, FORMAT_OF_DTYPE, exponent_below
 from lowp.tensor.core import Decode, Encode, code_dtype, decode_operation, encode_operation
+from lowp.tensor.lists.tracing import shortcut
 from lowp.tensor.memory import storage_of
+from lowp.tensor.noise import Draw
 from lowp.tensor.table import Table, bits_of_number
 
 UPDATES = ("stochastic", "kahan", "nearest")
@@ -42,7 +44,7 @@ def stored_of(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers.to(dtype).view(storage_of(dtype))
 
 
-def stochastic_half(numbers: Tensor, noise: Tensor, positive: bool) -> Tensor:
+def stochastic_half(numbers: Tensor, noise: Draw, positive: bool) -> Tensor:
     """Float32 numbers as stored float16 bits, rounded stochastically: the bits of `encode`, in half as many operations.
 
     1. What float16 has no place for is 13 bits of a normal number, and one more for each binade below its smallest normal one.
@@ -51,42 +53,64 @@ def stochastic_half(numbers: Tensor, noise: Tensor, positive: bool) -> Tensor:
     4. The chip's own conversion is exact now, or infinite.
 
     `positive`: numbers are at least 2^-24, and finite; then there is no sign and no third step.
+    Numbers in the range of float16's normal ones, which are most, take a short way: 13 bits, sign and all.
     """
     bits = numbers.view(torch.int32)
-    magnitude = bits if positive else (bits & 0x7FFFFFFF).clamp(max=0x7FC00000)
-    field = magnitude >> 23
-    dropped = (126 - field).clamp(13, 23)
-    cut = (magnitude + (noise >> (30 - dropped))) & (torch.full_like(dropped, -1) << dropped)
-    if not positive:
+
+    def of_any() -> Tensor:
+        magnitude = bits if positive else (_held(bits, torch.float16) & 0x7FFFFFFF).clamp(max=0x7FC00000)
+        field = magnitude >> 23
+        dropped = (126 - field).clamp(13, 23)
+        cut = (magnitude + (noise.number >> (30 - dropped))) & (torch.full_like(dropped, -1) << dropped)
+        if positive:
+            return cut
         covered = (magnitude.view(torch.float32) * 2.0**54).to(torch.int32)
-        smallest = torch.where(noise > ((1 << 30) - 1) - covered, torch.full_like(cut, 103 << 23), torch.zeros_like(cut))
-        cut = torch.where(field < 103, smallest, cut) | (bits & ~0x7FFFFFFF)
-    return stored_of(cut.view(torch.float32), torch.float16)
+        smallest = torch.where(noise.number > ((1 << 30) - 1) - covered, torch.full_like(cut, 103 << 23), torch.zeros_like(cut))
+        return torch.where(field < 103, smallest, cut) | (bits & ~0x7FFFFFFF)
+
+    def of_normal() -> Tensor:
+        return (bits + (noise.upper >> 3)) & ~0x1FFF
+
+    def is_unusual() -> Tensor:
+        least, most = (bits_of_number(x, F32) for x in (torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max))
+        return bits < least if positive else ((bits - least) & 0x7FFFFFFF) > most - least  # what is below wraps around
+
+    return stored_of(shortcut(of_normal, of_any, is_unusual, numbers).view(torch.float32), torch.float16)
 
 
-def stochastic_bfloat(numbers: Tensor, noise: Tensor) -> Tensor:
+def stochastic_bfloat(numbers: Tensor, noise: Draw, saturate: bool) -> Tensor:
     """Float32 numbers as stored bfloat16 bits, rounded stochastically: the bits of `encode`, in fewer operations.
 
     bfloat16 is the upper half of float32, its subnormal numbers included: 16 bits of noise are added to the bits, sign and all,
-    and 16 bits are cut off. Only NaN would not stay what it is.
+    and 16 bits are cut off. Only NaN, and what is beyond the largest number, needs more. `saturate`: nothing is infinite.
     """
     bits = numbers.view(torch.int32)
-    nan = torch.where(bits < 0, torch.full_like(bits, -64), torch.full_like(bits, 0x7FC0))  # 0xFFC0, as a signed integer
-    return torch.where(numbers != numbers, nan, (bits + (noise >> 14)) >> 16).to(torch.int16)
+    largest = torch.finfo(torch.bfloat16).max
+
+    def of_finite() -> Tensor:
+        return bits + noise.upper
+
+    def of_any() -> Tensor:
+        held = numbers.clamp(-largest, largest).view(torch.int32) if saturate else _held(bits, torch.bfloat16)
+        return torch.where(numbers != numbers, bits & ~0x7FFFFFFF | 0x7FC00000, held + noise.upper)
+
+    def is_unusual() -> Tensor:
+        return (bits & 0x7FFFFFFF) > bits_of_number(largest, F32)
+
+    return (shortcut(of_finite, of_any, is_unusual, numbers) >> 16).to(torch.int16)
 
 
-def held_finite(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 numbers, those just above the dtype's largest number brought down to it.
+def _held(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bits of float32 numbers, those just above the dtype's largest number brought down to it.
 
     To nearest they become that number, and only half a unit above it infinity. Noise would make some of them infinite: a weight
     that has lost nothing but luck.
     """
     largest = bits_of_number(torch.finfo(dtype).max, F32)
     half_a_unit = 1 << (F32.fraction_bits - FORMAT_OF_DTYPE[dtype].mantissa_bits - 1)
-    bits = numbers.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     held = torch.where(magnitude < largest + half_a_unit, magnitude.clamp(max=largest), magnitude)
-    return (held | (bits & ~0x7FFFFFFF)).view(torch.float32)
+    return held | (bits & ~0x7FFFFFFF)
 
 
 def scale_of_compensation(dtype: torch.dtype) -> float:
@@ -108,14 +132,14 @@ class Update:
     def compensated(self) -> bool:
         return self.kind == "kahan"
 
-    def apply(self, weight: Tensor, update: Tensor, lost: Tensor | None, noise: Tensor | None) -> tuple[Tensor, ...]:
+    def apply(self, weight: Tensor, update: Tensor, lost: Tensor | None, noise: Draw | None) -> tuple[Tensor, ...]:
         """The stored weight and, for Kahan, the stored compensation. `lost` is the stored one before."""
         if self.stochastic:
             assert noise is not None
             exact = weight + update
             if self.dtype == torch.float16:
-                return (stochastic_half(held_finite(exact, self.dtype), noise, positive=False),)
-            return (stochastic_bfloat(held_finite(exact, self.dtype), noise),)
+                return (stochastic_half(exact, noise, positive=False),)
+            return (stochastic_bfloat(exact, noise, saturate=False),)
         if not self.compensated:
             return (stored_of(weight + update, self.dtype),)
         assert lost is not None
@@ -180,7 +204,7 @@ class Stored:
             numbers = self._decode(stored, tables[len(self._encode.tables) :]).view(torch.float32)
         return numbers if unit is None else numbers * unit
 
-    def write(self, numbers: Tensor, factor: Tensor | None, noise: Tensor | None, tables: tuple[Tensor, ...]) -> Tensor:
+    def write(self, numbers: Tensor, factor: Tensor | None, noise: Draw | None, tables: tuple[Tensor, ...]) -> Tensor:
         """Stored codes of numbers times `factor`."""
         if factor is not None:
             numbers = numbers * factor
@@ -193,6 +217,7 @@ class Stored:
             return stochastic_half(numbers, noise, self.positive)
         if self.dtype == torch.bfloat16:
             assert noise is not None
-            largest = torch.finfo(torch.bfloat16).max
-            return stochastic_bfloat(numbers.clamp(-largest, largest), noise)
-        return self._encode.codes(numbers.view(torch.int32), noise, tables[: len(self._encode.tables)])
+            return stochastic_bfloat(numbers, noise, saturate=True)
+        return self._encode.codes(
+            numbers.view(torch.int32), None if noise is None else noise.number, tables[: len(self._encode.tables)]
+        )

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -251,17 +252,28 @@ def draw(key: Tensor, like: Tensor, bits: int) -> Tensor:
     return (first.to(torch.int64) << 32) + (high.to(torch.int64) << 16) + low.to(torch.int64)
 
 
-def draws(key: Tensor, like: Tensor, count: int) -> list[Tensor]:
+class Draw(NamedTuple):
+    """A number of 30 bits for each element, in two parts: rounding to 16 bits mostly needs the upper one alone."""
+
+    upper: Tensor  # 16 bits
+    lower: Tensor  # 14 bits
+
+    @property
+    def number(self) -> Tensor:
+        return (self.upper << 14) + self.lower
+
+
+def draws(key: Tensor, like: Tensor, count: int) -> list[Draw]:
     """`count` numbers of 30 bits for each element: `draw`'s, then its halves exchanged; then the same of a further permutation.
 
     Rounding to 16 bits looks at a draw's upper half or little more, so exchanging them makes another one for nothing.
     """
     low, high = _first_words(key, like)
-    found: list[Tensor] = []
+    found: list[Draw] = []
     first = _DRAW_ROUNDS
     while True:
-        number = (high << 14) + (low >> 2)
-        found += [number, ((number & 0x7FFF) << 15) + (number >> 15)]
+        found.append(Draw(high, low >> 2))
+        found.append(Draw(((high & 1) << 15) + ((low >> 2) << 1) + (high >> 15), (high >> 1) & 0x3FFF))  # 15 bits and 15
         if len(found) >= count:
             return found[:count]
         low, high = _philox2(low, high, key, range(first, first + _MORE_ROUNDS))

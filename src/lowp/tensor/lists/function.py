@@ -22,7 +22,7 @@ from torch import Tensor
 from lowp.compat import dispatch_mode_count
 from lowp.tensor import kernels
 from lowp.tensor.lists import cpp, triton
-from lowp.tensor.lists.tracing import Element, trace
+from lowp.tensor.lists.tracing import Element, in_words, trace
 from lowp.tensor.memory import flat_memory
 from lowp.tensor.table import Table
 
@@ -155,6 +155,7 @@ class ListFunction:
     scalars: int
     tables: tuple[Table, ...] = ()
     reductions: tuple[str, ...] = ()
+    words: int = 0  # of the first numbers, that have 16 bits and no sign: the keys of noise
 
     @property
     def of_blocks(self) -> bool:
@@ -238,6 +239,7 @@ class _CppListKernel:
         self._what = what
         self._tables = np.array([table.data_ptr() for table in tables], dtype=np.int64)
         self._kept = tables
+        program = in_words(program, [place for place in program.numbers if place < what.words])
         text = cpp.source(program, what.elements, what.writes, what.reductions, [table.dtype for table in tables])
         self._run = cpp.build_parallel(text)
 

@@ -5,6 +5,7 @@ torch carries out is recorded. The result is a sequence of operations on values 
 (or of its block, after `amax`), with constants folded in. (`make_fx` records too, but imports torch's compiler: two seconds.)
 """
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowp.compat import TorchDispatchMode
-from lowp.tensor.grid import printing
+from lowp.tensor.grid import in_vectors, printing
 
 EXAMPLE = 64  # elements; any number will do
 
@@ -82,9 +83,30 @@ def trace(
     own = torch.ones(numbers, dtype=torch.int32, device=device)
     shared = torch.ones(scalars, dtype=torch.float32, device=device)
     recorder = _TracingMode(arguments, own, shared, tables)
-    with torch.inference_mode(False), torch.no_grad(), printing(), recorder:
-        results = tuple(function(*arguments, own, shared, tuple(tables)))
+    before, _now.recorder = getattr(_now, "recorder", None), recorder
+    try:
+        with torch.inference_mode(False), torch.no_grad(), printing(), recorder:
+            results = tuple(function(*arguments, own, shared, tuple(tables)))
+    finally:
+        _now.recorder = before
     return recorder.program(results)
+
+
+_now = threading.local()  # `recorder`, where this thread is tracing
+
+
+def shortcut(
+    usual: Callable[[], Tensor], general: Callable[[], Tensor], unless: Callable[[], Tensor], numbers: Tensor
+) -> Tensor:
+    """`general()`, which may be replaced by `usual()` for elements for which `unless()` is false.
+
+    For a list's kernel on a CPU: it computes `usual`, and `general` only for vectors of elements of which one needs it. So the
+    condition should be rare. Elsewhere a branch would not pay, and `general` is computed alone.
+    """
+    recorder = getattr(_now, "recorder", None)
+    if recorder is None or not in_vectors(numbers):
+        return general()
+    return recorder.shortcut(unless(), usual(), general())
 
 
 class _TracingMode(TorchDispatchMode):
@@ -126,6 +148,11 @@ class _TracingMode(TorchDispatchMode):
         if id(argument) not in self._known:
             raise NotImplementedError("an elementwise function uses a tensor that is none of its arguments")
         return self._known[id(argument)]
+
+    def shortcut(self, condition: Tensor, usual: Tensor, general: Tensor) -> Tensor:
+        result = general.clone()
+        self._know(result, self._emit("shortcut", result, tuple(map(self._of, (condition, usual, general))), result.dtype))
+        return result
 
     def program(self, results: Sequence[Tensor]) -> Program:
         values = tuple(self._as_value(result) for result in results)
@@ -233,11 +260,12 @@ def in_words(program: Program, numbers: Collection[int]) -> Program:
     """What is known to have 16 bits, and no sign, is computed in 16 bits: vectors are half as long then.
 
     For Philox (noise.py), which multiplies words of 16 bits and takes the product apart. `numbers` are the places of those that
-    are words. A word is: one of them; x & 0xFFFF; the upper half of a word times a constant below 2^15; what `xor` makes of two
-    words, and a shift to the right of one.
+    are words. A word is: one of them; x & 0xFFFF; the upper half of a word times a constant below 2^15; what bit operations,
+    shifts and sums make of words, as long as 16 bits are sure to hold it.
     """
     made_by = {s.result.name: s for s in program.statements}
     words = {program.numbers[place].name: Value(program.numbers[place].name, _WORD) for place in numbers}
+    most = dict.fromkeys(words, 0xFFFF)  # the largest number that a word may be
     statements: list[Statement] = []
 
     def word(argument: Any) -> Value | None:
@@ -251,21 +279,30 @@ def in_words(program: Program, numbers: Collection[int]) -> Program:
         factor, constant = word(made.arguments[0]), made.arguments[1]
         return (factor, constant) if factor is not None and 0 <= constant < 1 << 15 else None
 
-    def shortened(s: Statement) -> tuple[str, tuple] | None:
-        """Operation and arguments of the same in words."""
+    def shortened(s: Statement) -> tuple[str, tuple, int] | None:
+        """Operation and arguments of the same in words, and the largest number that comes out."""
         if s.operand != torch.int32:
             return None
         first, second = (*s.arguments, None, None)[:2]
-        factors = product(first)
+        factors, one, other = product(first), word(first), word(second)
+        constant = second if isinstance(second, int) and second >= 0 else None
         match s.operation:
-            case "and" if second == 0xFFFF:
-                return ("mul", factors) if factors is not None else ("convert", (first,))
-            case "shr" if second == 16 and factors is not None:
-                return "mul_high", factors
-            case "shr" if word(first) is not None and not isinstance(second, Value):
-                return "shr", (word(first), second)
-            case "xor" if word(first) is not None and word(second) is not None:
-                return "xor", (word(first), word(second))
+            case "and" if factors is not None and constant == 0xFFFF:
+                return "mul", factors, 0xFFFF
+            case "and" if one is None and constant == 0xFFFF:
+                return "convert", (first,), 0xFFFF
+            case "and" if one is not None and constant is not None:
+                return "and", (one, constant & 0xFFFF), min(most[one.name], constant)
+            case "shr" if factors is not None and constant == 16:
+                return "mul_high", factors, 0xFFFF * factors[1] >> 16
+            case "shr" if one is not None and constant is not None and constant < 16:
+                return "shr", (one, constant), most[one.name] >> constant
+            case "shl" if one is not None and constant is not None and most[one.name] << constant <= 0xFFFF:
+                return "shl", (one, constant), most[one.name] << constant
+            case "add" if one is not None and other is not None and most[one.name] + most[other.name] <= 0xFFFF:
+                return "add", (one, other), most[one.name] + most[other.name]
+            case "xor" if one is not None and other is not None:
+                return "xor", (one, other), 0xFFFF
         return None
 
     for s in program.statements:
@@ -274,9 +311,10 @@ def in_words(program: Program, numbers: Collection[int]) -> Program:
             arguments = tuple(words.get(a.name, a) if isinstance(a, Value) else a for a in s.arguments)
             statements.append(Statement(s.operation, s.result, arguments, s.operand))
         else:
+            operation, arguments, most[s.result.name] = found
             words[s.result.name] = Value(s.result.name, _WORD)
-            operand = torch.int32 if found[0] == "convert" else _WORD
-            statements.append(Statement(found[0], words[s.result.name], found[1], operand))
+            operand = torch.int32 if operation == "convert" else _WORD
+            statements.append(Statement(operation, words[s.result.name], arguments, operand))
     own = {place: words.get(value.name, value) for place, value in program.numbers.items()}
     kept = _needed(statements, program.results)
     return Program(program.elements, own, program.scalars, kept, program.results)

@@ -41,6 +41,7 @@ _PREAMBLE = r"""
 #endif
 typedef int8_t i8 __attribute__((vector_size(LANES)));
 typedef int16_t i16 __attribute__((vector_size(2 * LANES)));
+typedef int16_t i16x2 __attribute__((vector_size(4 * LANES)));
 typedef uint16_t u16 __attribute__((vector_size(2 * LANES)));
 typedef int32_t i32 __attribute__((vector_size(4 * LANES)));
 typedef int64_t i64 __attribute__((vector_size(8 * LANES)));
@@ -84,6 +85,19 @@ INLINE i64 larger(i64 a, i64 b) { return (i64)_mm512_max_epi64((__m512i)a, (__m5
 INLINE i64 smaller(i64 a, i64 b) { return (i64)_mm512_min_epi64((__m512i)a, (__m512i)b); }
 INLINE f64 larger(f64 a, f64 b) { return (f64)_mm512_max_pd((__m512d)a, (__m512d)b); }
 INLINE f64 smaller(f64 a, f64 b) { return (f64)_mm512_min_pd((__m512d)a, (__m512d)b); }
+#endif
+#if defined(LONG_32)
+INLINE bool any_above(i32 a, i32 b) { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b) != 0; }
+INLINE i16 upper_words(i32 x) {
+    i16x2 odd; for (int l = 0; l < 32; l++) odd[l] = 2 * l + 1;  // only the lower half is looked at
+    return (i16)_mm512_castsi512_si256(_mm512_permutexvar_epi16((__m512i)odd, (__m512i)x)); }
+INLINE i32 as_upper_words(i16 x) {
+    i16x2 twice; for (int l = 0; l < 32; l++) twice[l] = l / 2;
+    return (i32)_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, (__m512i)twice, _mm512_castsi256_si512((__m256i)x)); }
+#else
+INLINE bool any_above(i32 a, i32 b) { int any = 0; for (int l = 0; l < LANES; l++) any |= a[l] > b[l]; return any != 0; }
+INLINE i16 upper_words(i32 x) { return converted<i16>(i32(x >> 16)); }
+INLINE i32 as_upper_words(i16 x) { return converted<i32>(x) << 16; }
 #endif
 INLINE f32 fused(f32 a, f32 b, f32 c) {  // a * b + c, rounded once
 #if defined(LONG_32)
@@ -153,8 +167,11 @@ INLINE i16 float_to_half(f32 x) {
     return converted<i16>(i32(r | s));
 #endif
 }
-INLINE f32 bfloat_to_float(i16 h) { return (f32)(converted<i32>(h) << 16); }
+INLINE f32 bfloat_to_float(i16 h) { return (f32)as_upper_words(h); }
 INLINE i16 float_to_bfloat(f32 x) {
+#if defined(LONG_32) && defined(__AVX512BF16__)  // the instruction makes subnormal numbers zero
+    if (__builtin_expect(_mm512_fpclass_ps_mask((__m512)x, 0x20) == 0, 1)) return (i16)_mm512_cvtneps_pbh((__m512)x);
+#endif
     i32 b = (i32)x, r = (b + 0x7FFF + (b >> 16 & 1)) >> 16;
     r = x != x ? (b >> 16 | 0x40) : r;
     return converted<i16>(r);
@@ -184,6 +201,8 @@ class Printer:
     def begin(self) -> None:
         """Another program, whose names have nothing to do with those of the last; constants are shared."""
         self._comparisons: dict[str, tuple[str, int]] = {}  # their text, and the width of what they compare
+        self._above: dict[str, str] = {}  # of comparisons of int32: is it so for one of the vector?
+        self._shifted: dict[str, str] = {}  # int32 numbers that were shifted right by 16 bits: those before
 
     def kept(self, kind: str, text: str) -> str:
         """A constant in memory, from where instructions take it as they go. Written out, each would cost one of its own."""
@@ -231,6 +250,10 @@ class Printer:
             return f"float_to_{_HALVES[dtype]}({single})"
         return f"converted<{TYPES[dtype]}>({name})"
 
+    def any_of(self, condition: str) -> str:
+        """Is a comparison (lt or gt of int32) true for an element of the vector?"""
+        return self._above[condition]
+
     def expression(self, s: Statement) -> str:
         a = [None if x is None else self.argument(x, s.operand) for x in s.arguments] if s.operation not in _OWN else []
         match s.operation:
@@ -240,6 +263,8 @@ class Printer:
                 return "index"
             case "bitcast":
                 return f"({TYPES[s.result.dtype]}){s.arguments[0].name}"
+            case "convert" if s.result.dtype == torch.int16 and getattr(s.arguments[0], "name", None) in self._shifted:
+                return f"upper_words({self._shifted[s.arguments[0].name]})"
             case "convert":
                 return self.argument(s.arguments[0], s.result.dtype)
             case "look_up":
@@ -256,12 +281,16 @@ class Printer:
                     mask = f"__builtin_convertvector({mask}, {'i' + str(8 * width)})"
                 return f"{mask} ? {yes} : {no}"
             case "shl" | "shr" if not isinstance(s.arguments[1], Value):  # by a constant that is part of the instruction
+                if s.operation == "shr" and s.arguments[1] == 16 and s.operand == torch.int32:
+                    self._shifted[s.result.name] = str(a[0])
                 return f"{a[0]} {INFIX[s.operation]} {self.literal(s.arguments[1], s.operand, shift=True)}"
             case operation if operation in INFIX:
                 return f"{a[0]} {INFIX[operation]} {a[1]}"
             case operation if operation in COMPARE:
                 text = f"{a[0]} {COMPARE[operation]} {a[1]}"
                 self._comparisons[s.result.name] = (text, s.operand.itemsize)
+                if s.operand == torch.int32 and operation in ("lt", "gt"):
+                    self._above[s.result.name] = f"any_above({', '.join(map(str, a if operation == 'gt' else a[::-1]))})"
                 return f"__builtin_convertvector({text}, i32)"
             case "mul_high":
                 return f"upper_half({a[0]}, {a[1]})"
