@@ -97,6 +97,12 @@ def test_figures_are_short(parts):
     assert parts.report.span([4.9, 4.51]) == "4.5 to 4.9"
 
 
+def test_moments_are_told_by_ranks_where_they_differ(parts):
+    rows = [{"ranks": 8, "step": 200}, {"ranks": 8, "step": 20}, {"ranks": 64, "step": 200}]
+    assert parts.report._moments(rows) == "20, 200 (8 ranks), 200 (64 ranks)"
+    assert parts.report._moments(rows[:2]) == "20, 200"
+
+
 def test_a_quick_run_writes_a_table_and_a_figure(parts, tmp_path, monkeypatch, capsys):
     words = ["--quick", "--out", str(tmp_path), "--codecs", "e5m2 aps", "int8"]
     monkeypatch.setattr(sys, "argv", ["benchmarks errors", *words])

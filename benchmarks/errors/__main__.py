@@ -79,7 +79,10 @@ def main() -> None:
 def run(options: argparse.Namespace, wires: list[Wire]) -> None:
     began, facts, name = time.perf_counter(), facts_of("cpu"), "errors-smoke" if options.quick else "errors"
     existing = options.out / f"{file_stem(machine_name('cpu'))}-{name}.json"
-    rows: list[Row] = json.loads(existing.read_text())["rows"] if options.add and existing.exists() else []
+    rows: list[Row] = []
+    if options.add and existing.exists():
+        content = json.loads(existing.read_text())
+        rows, facts["command"] = content["rows"], f"{content['facts']['command']}; {facts['command']}"
     lines: list[str] = []
     for found in measure_all(options, wires, began):
         rows = merged(rows, found)

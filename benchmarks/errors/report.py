@@ -78,11 +78,18 @@ def block_for_docs(results: Path) -> str:
     content = json.loads(results.read_text())
     rows: list[Row] = content["rows"]
     steps = "; ".join(
-        f"{KINDS.get(model, model)}: after {', '.join(map(str, sorted(names_of(chosen(rows, model=model), 'step'))))} steps"
-        for model in models_of(rows)
+        f"{KINDS.get(model, model)} after {_moments(chosen(rows, model=model))} steps" for model in models_of(rows)
     )
     said = f"Written by `python -m benchmarks errors` from [{results.name}](../benchmarks/results/{results.name}). {steps}."
     return "\n".join([BEGIN, "", said, "", *for_docs(rows), "", END])
+
+
+def _moments(rows: Sequence[Row]) -> str:
+    """`20, 200 (8 ranks), 200 (64 ranks)`; once where all numbers of ranks have the same."""
+    by_ranks = {r: ", ".join(map(str, sorted(names_of(chosen(rows, ranks=r), "step")))) for r in names_of(rows, "ranks")}
+    if len(set(by_ranks.values())) == 1:
+        return next(iter(by_ranks.values()))
+    return ", ".join(f"{steps} ({ranks} ranks)" for ranks, steps in by_ranks.items())
 
 
 def cited_results(page: str) -> Path:
@@ -139,8 +146,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.set_yscale("log")
         axes.set_xlim(right=40)  # room for the names of the widest
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=2 * len(models), frameon=False)
+    handles = {name: h for axes in panels for h, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2 * len(models), frameon=False)
     save(figure, path)
 
 
