@@ -15,6 +15,7 @@ NAMES = (
     "operations",
     "links",
     "wire_cuda",
+    "errors",
     "optim",
     "sixteen_bits",
     "simulate",
