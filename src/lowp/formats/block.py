@@ -11,6 +11,7 @@ from lowp.formats.floats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, E8M0FNU, F
 MAX_BLOCK_SIZE = 1 << 16
 TENSOR_SCALE_BITS = 24  # significant bits of the one float32 scale of a whole tensor
 _FLOAT64_BITS, _FLOAT64_EXPONENTS = 53, (-1022, 1023)
+_FLOAT32_ROOM = 2.0**64
 _FLOAT32_EXPONENTS = (-149, 127)
 
 
@@ -90,7 +91,8 @@ class BlockFormat:
 
     @property
     def scaled_max(self) -> float:
-        return self.max
+        """The largest value; where scales reach further than float32, in which numbers are scaled and added, the element's."""
+        return self.max if self.max <= _FLOAT32_ROOM else self.element.max
 
     @property
     def smallest(self) -> float:
