@@ -88,7 +88,7 @@ def test_local_scale_is_the_largest_power_of_two_that_fits(fmt, magnitude):
 def test_scaled_numbers_arrive_whatever_their_size(fmt, scale):
     for magnitude in (1e-20, 0.3, 1.0, 3.0, 4.0, 100.0, 1e20):
         found = sent(Codec(fmt, scale=scaling.scale_of(scale)), torch.full((64,), magnitude))
-        assert (found / magnitude - 1).abs().max() <= 0.5  # the coarsest formats have 0, 1 and 2
+        assert (found / magnitude - 1).abs().max() < 1  # int2 has 0 and 1
 
 
 @given(st.floats(2.0**-110, 3.299999965482712e38, width=32), st.integers(1, 1024))
