@@ -20,6 +20,7 @@ from lowp.wire.report import Meter, WireReport, ring_bytes
 from lowp.wire.scaling import NONFINITE, warn_of_headroom
 from lowp.wire.settings import Settings
 from lowp.wire.warm_up import warm_up
+from lowp.wire.workspace import Workspaces
 
 _communicators: "WeakKeyDictionary[Any, dict[str, Communicator]]" = WeakKeyDictionary()
 _agreed: "WeakKeyDictionary[Any, set[str]]" = WeakKeyDictionary()
@@ -105,7 +106,9 @@ def _reduce(
     flat = tensor.detach().contiguous().view(-1)
     meter = Meter(whole=settings.measure)
     marks: list[Callable[[], Tensor]] = []
-    state = State(step=step)
+    # On CUDA the caller's stream may be another one each time; the allocator knows which memory is free on which.
+    workspaces = communicator.workspaces if tensor.device.type == "cpu" else Workspaces()
+    state = State(step=step, workspaces=workspaces)
     link, sent = communicator.link, communicator.link.bytes_sent
     exchange = BucketExchange(flat, Bucket.of((layer,)), settings, reduction, link, state, meter, op == "mean", marks.append)
     scheduler = ChunkScheduler()

@@ -10,6 +10,7 @@ from lowp import compat
 from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.faults import explain, poison
 from lowp.wire.link import GroupLink
+from lowp.wire.workspace import Workspaces
 
 _idle: "WeakKeyDictionary[Any, dict[tuple, list[GroupLink]]]" = WeakKeyDictionary()
 """Links of groups that were given back, by the world that they belong to, its ranks and the backend."""
@@ -30,6 +31,7 @@ class Communicator:
         idle = _idle.setdefault(dist.group.WORLD, {}).setdefault((*ranks, backend, self.timeout), [])
         self._idle = idle
         self.link = idle.pop() if idle else GroupLink(self._new_group(ranks, backend))
+        self.workspaces = Workspaces()  # of collectives on a CPU, one after the other
         self.closed = False
 
     def _new_group(self, ranks: list[int], backend: str) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 256  # bytes; kernels ask for 16
+_KEPT = 4096  # views and what follows from them, at most: who reduces tensors of ever new sizes asks for ever new ones
 
 
 class NewMemory:
@@ -49,6 +50,9 @@ class Workspace(NewMemory):
         self._kept: dict[Any, Any] = {}
 
     def begin(self) -> "Workspace":
+        if len(self._kept) + len(self._memory.views) > _KEPT:
+            self._kept.clear()
+            self._memory.views.clear()
         self._memory.used = self._zeros.used = self._cleared = 0
         return self
 
@@ -67,7 +71,8 @@ class Workspace(NewMemory):
         return found
 
     def scratch(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.empty((count,), dtype, device)
+        """On a CPU all chunks share one room, which stays in the cache."""
+        return _scratch(count, dtype) if device.type == "cpu" else self.empty((count,), dtype, device)
 
     def once(self, owner: Any, name: Any, make: Callable[[], Any]) -> Any:
         """It is made once for each owner, name and place in the order of requests."""
@@ -123,6 +128,8 @@ class Workspaces:
 
     def of(self, bucket: Any) -> Workspace:
         """A bucket's own: what is there stays until the bucket's next step."""
+        if len(self._of_buckets) > _KEPT:
+            self._of_buckets.clear()
         if bucket not in self._of_buckets:
             self._of_buckets[bucket] = Workspace()
         return self._of_buckets[bucket].begin()
