@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import lowp
-from block_cases import DTYPES, FORMATS, check, numbers
+from block_cases import DTYPES, FORMATS, check, numbers, same
 from lowp.formats.block import NVFP4
+from lowp.tensor import block
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +20,17 @@ def test_kernels_equal_the_integers(fmt, dtype):
     check(x[1:4000].view(3, 1333), fmt, True, "zero")
     if fmt.has_nan:
         check(x[:4000].view(4, 5, 200), fmt, False, "raise", axis=1)
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.power_of_two_scale], ids=str)
+def test_all_bfloat16_numbers(fmt):
+    """In blocks of numbers of about their size, and beside numbers that are larger by 2^7 and 2^20."""
+    lowp.set_kernel_policy("always")
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    x = x[x.isfinite()]
+    larger = [(x.float() * factor).clamp(-3e38, 3e38).bfloat16() for factor in (2.0**7, 2.0**20)]
+    x = torch.cat([x, torch.stack([x, *larger], 1).flatten()])
+    same(lowp.quantize(x.cuda(), fmt), block.quantize(x, fmt, "nearest", None, False, -1, False))
 
 
 def test_a_call_can_be_captured():

@@ -126,6 +126,20 @@ def test_kernels_of_every_rounding(mode):
         check_kernels(numbers(5003, torch.float32), format(name), [mode], False)
 
 
+def borders(name, dtype):
+    """Every number of a codebook, the middles between neighbours, their doubles, and the numbers beside all of these."""
+    fmt = format(name)
+    values = lowp.decode(torch.arange(1 << fmt.bits).to(torch.uint8), fmt, dtype=torch.float64).unique()
+    marks = torch.cat([values, (values[1:] + values[:-1]) / 2, values * 2]).to(dtype).view(CARRIERS[dtype].storage)
+    return torch.cat([marks - 1, marks, marks + 1]).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["nf4", "dynamic8", "linear8", "bnb_dynamic8"])
+def test_kernels_of_codebooks_at_their_borders(name, dtype):
+    check_kernels(borders(name, dtype), format(name), list(Rounding), False)
+
+
 def test_functions_of_flat_tensors():
     """Numbers of several dtypes, a shift (on the host, or on the device), a factor and a table."""
 

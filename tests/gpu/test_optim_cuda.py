@@ -61,6 +61,20 @@ def test_plain_operations_equal_the_kernels(name):
     assert same(*runs)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_zeros_keep_their_sign(name):
+    """-0 minus 0 is -0. (Triton's own minus is 0 - x: LARS added +0.)"""
+    found = []
+    for device, policy in (("cpu", "never"), ("cuda", "always")):
+        lowp.set_kernel_policy(policy)
+        parameter = nn.Parameter(torch.tensor([0.0, -0.0] * 50, dtype=torch.float16).to(device))
+        optimizer = OPTIMIZERS[name]([parameter], update="nearest")
+        parameter.grad = torch.tensor([0.0, 0.0, -0.0, -0.0] * 25, dtype=torch.float16).to(device)
+        optimizer.step()
+        found.append([parameter.detach().cpu()])
+    assert same(*found)
+
+
 @pytest.mark.parametrize("state", [None, "e4m3fn"])
 def test_gradients_that_move(state):
     """Kernels that were launched before are launched again as they are: with gradients elsewhere, at odd addresses and back."""

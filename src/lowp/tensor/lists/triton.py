@@ -69,8 +69,8 @@ def expression(s: Statement) -> str:
             return f"{a[1]} - {a[0]}"
         case "fma":
             return f"tl.fma({a[0]}, {a[1]}, {a[2]})"
-        case "neg":
-            return f"-{a[0]}"
+        case "neg":  # Triton's minus is 0 - x, which makes 0 of 0 where -0 is right
+            return f"{a[0]} * {_literal(-1, s.operand)}"
         case "not":
             return f"~{a[0]}"
         case "sqrt":
