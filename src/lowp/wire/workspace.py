@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 256  # bytes; kernels ask for 16
+_CPU = torch.device("cpu")  # whatever torch.set_default_device says
 _KEPT = 4096  # views and what follows from them, at most: who reduces tensors of ever new sizes asks for ever new ones
 
 
@@ -48,11 +49,14 @@ class Workspace(NewMemory):
         self._cleared = 0  # bytes of `_zeros` that are zero in this round
         self._to_clear: Tensor | None = None  # what the last round has used of it
         self._kept: dict[Any, Any] = {}
+        self._moved = False  # has this round gone over to new memory? Then some of what is kept may be of the old one
 
     def begin(self) -> "Workspace":
-        if len(self._kept) + len(self._memory.views) > _KEPT:
+        if self._moved or len(self._kept) + len(self._memory.views) + len(self._zeros.views) > _KEPT:
             self._kept.clear()
             self._memory.views.clear()
+            self._zeros.views.clear()
+            self._moved = False
         self._memory.used = self._zeros.used = self._cleared = 0
         return self
 
@@ -86,8 +90,9 @@ class Workspace(NewMemory):
         if found is None:
             before = region.memory
             found = region.make(shape, dtype, device)
-            if region.memory is not before:  # views are of memory that is used no more
+            if region.memory is not before:  # what is kept of later places is of memory that is used no more
                 self._kept.clear()
+                self._moved = True
         view, region.used = found
         return view
 
@@ -96,7 +101,7 @@ class _Region:
     """Bytes, how many are given out, and the tensors that were made of them, by place."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = _lasting(0, torch.uint8)
         self.used = 0
         self.views: dict[Any, tuple[Tensor, int]] = {}
 
@@ -104,7 +109,7 @@ class _Region:
         length = prod(shape) * dtype.itemsize
         end = -(-(self.used + length) // _ALIGNMENT) * _ALIGNMENT
         if end > self.memory.numel() or self.memory.device != device:
-            self.memory = torch.empty(end, dtype=torch.uint8, device=device)
+            self.memory = _lasting(end, torch.uint8, device)
             self.views.clear()  # those that are in use stay where they are until the next round
         view = self.memory[self.used : self.used + length].view(dtype).view(shape)
         found = view, end
@@ -147,6 +152,12 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
     """Room on the CPU, this thread's until its next call with the same dtype."""
     found = _of_thread.kept.get(dtype)
     if found is None or found.numel() < count:
-        found = torch.empty(max(count, 1 << 16), dtype=dtype)
+        found = _lasting(max(count, 1 << 16), dtype)
         _of_thread.kept[dtype] = found
     return found[:count]
+
+
+def _lasting(count: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
+    """Memory for callers to come: one that is made in inference mode could not be written to outside of it."""
+    with torch.inference_mode(False):
+        return torch.empty(count, dtype=dtype, device=device)
