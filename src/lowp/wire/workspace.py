@@ -52,11 +52,12 @@ class Workspace(NewMemory):
         self._moved = False  # has this round gone over to new memory? Then some of what is kept may be of the old one
 
     def begin(self) -> "Workspace":
-        if self._moved or len(self._kept) + len(self._memory.views) + len(self._zeros.views) > _KEPT:
+        if self._moved:
             self._kept.clear()
-            self._memory.views.clear()
-            self._zeros.views.clear()
             self._moved = False
+        if len(self._kept) + len(self._memory.views) + len(self._zeros.views) > _KEPT:
+            for kept in (self._kept, self._memory.views, self._zeros.views):
+                kept.clear()
         self._memory.used = self._zeros.used = self._cleared = 0
         return self
 
