@@ -34,15 +34,6 @@ def test_what_is_kept_follows_from_the_memory_in_use():
         assert (first[1] == 7).all()
 
 
-def test_memory_of_inference_mode_serves_training():
-    workspace = Workspace()
-    with torch.inference_mode():
-        workspace.begin().zeros((3,), CPU).fill_(1)
-        workspace.scratch(1 << 17, torch.float16, CPU).fill_(1)
-    assert not workspace.begin().zeros((3,), CPU).fill_(0).any()
-    workspace.scratch(1 << 17, torch.float16, CPU).fill_(1)
-
-
 def test_samples_are_counted_over_the_chunks_of_a_bucket(monkeypatch):
     """The first part of each codec is looked at, then one in so many: not one in every message."""
     seen = []

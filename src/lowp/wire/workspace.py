@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 256  # bytes; kernels ask for 16
-_CPU = torch.device("cpu")  # whatever torch.set_default_device says
 _KEPT = 4096  # views and what follows from them, at most: who reduces tensors of ever new sizes asks for ever new ones
 
 
@@ -102,7 +101,7 @@ class _Region:
     """Bytes, how many are given out, and the tensors that were made of them, by place."""
 
     def __init__(self) -> None:
-        self.memory = _lasting(0, torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self.used = 0
         self.views: dict[Any, tuple[Tensor, int]] = {}
 
@@ -110,7 +109,7 @@ class _Region:
         length = prod(shape) * dtype.itemsize
         end = -(-(self.used + length) // _ALIGNMENT) * _ALIGNMENT
         if end > self.memory.numel() or self.memory.device != device:
-            self.memory = _lasting(end, torch.uint8, device)
+            self.memory = torch.empty(end, dtype=torch.uint8, device=device)
             self.views.clear()  # those that are in use stay where they are until the next round
         view = self.memory[self.used : self.used + length].view(dtype).view(shape)
         found = view, end
@@ -153,12 +152,7 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
     """Room on the CPU, this thread's until its next call with the same dtype."""
     found = _of_thread.kept.get(dtype)
     if found is None or found.numel() < count:
-        found = _lasting(max(count, 1 << 16), dtype)
+        with torch.inference_mode(False):  # what is made within inference mode cannot be written to outside of it
+            found = torch.empty(max(count, 1 << 16), dtype=dtype, device="cpu")
         _of_thread.kept[dtype] = found
     return found[:count]
-
-
-def _lasting(count: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
-    """Memory for callers to come: one that is made in inference mode could not be written to outside of it."""
-    with torch.inference_mode(False):
-        return torch.empty(count, dtype=dtype, device=device)
