@@ -241,3 +241,11 @@ print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in
     }
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_a_kernel_that_is_first_wanted_in_inference_mode_is_built(kernels):
+    """Operations on tensors of inference mode are not taken apart by torch, and could not be printed. A warning is an error."""
+    with torch.inference_mode():
+        x = torch.randn(300)
+        found = lowp.quantize(x, "e6m4")
+    assert_same(found, plain(lambda: lowp.quantize(x, "e6m4")))

@@ -1,13 +1,13 @@
-"""Memory of messages is used again, but never while a chunk that took it is under way; chunks under way; samples."""
+"""Memory of messages is used again, but never while a chunk that took it is under way; samples."""
 
 import torch
 
-from lowp.wire import chunk_scheduler, report
+from lowp.wire import report
 from lowp.wire.codec import codec_of
 from lowp.wire.messages import Messages
 from lowp.wire.plan import Bucket, Layer
 from lowp.wire.report import Meter
-from lowp.wire.workspace import Workspaces
+from lowp.wire.workspace import Workspace, Workspaces
 
 CPU = torch.device("cpu")
 
@@ -23,9 +23,15 @@ def test_memory_is_used_again_when_a_chunk_is_done():
     assert workspaces.take().empty((1_000_000,), torch.uint8, CPU).data_ptr() not in (taken.data_ptr(), other.data_ptr())
 
 
-def test_a_chunk_starts_before_the_last_wait_of_the_one_that_it_follows():
-    """Without this, ranks could wait for each other (chunk_scheduler.py)."""
-    assert chunk_scheduler.DEPTH > chunk_scheduler.SPREAD
+def test_what_is_kept_follows_from_the_memory_in_use():
+    """In the first round every request may move to larger memory. What was made of a tensor before the move is made again."""
+    workspace, owner = Workspace(), object()
+    for _ in range(3):
+        workspace.begin()
+        first, _ = workspace.zeros((2, 3), CPU), workspace.zeros((2, 3), CPU)
+        row = workspace.once(owner, "row", lambda first=first: first[1])
+        row.fill_(7)
+        assert (first[1] == 7).all()
 
 
 def test_samples_are_counted_over_the_chunks_of_a_bucket(monkeypatch):

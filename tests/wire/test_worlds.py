@@ -195,3 +195,20 @@ def test_empty_tensors_scalars_dtypes_and_strides():
         for tensor in rest:
             assert torch.equal(tensor, torch.full_like(tensor, 2.0))
         assert torch.equal(transposed, 3 * torch.arange(12.0).view(3, 4).t())
+
+
+def reduce_within_and_after_inference_mode(rank):
+    import lowp
+
+    found = []
+    for within in (True, False, True):
+        with torch.inference_mode(within):
+            tensor = some_gradient(rank)
+            lowp.all_reduce(tensor, "e4m3fn")
+        found.append(tensor.clone())
+    return found
+
+
+def test_memory_of_inference_mode_is_not_used_outside_of_it():
+    for first, *others in ranks.run(reduce_within_and_after_inference_mode, 2):
+        assert all(torch.equal(first, other) for other in others)

@@ -237,7 +237,7 @@ def get_or_build(what: Any, device: torch.device, count: int, build: Callable[[A
             began = time.perf_counter()
             try:
                 # torch's own warnings, on importing its compiler, are no business of the user's; nor is building his programs'.
-                with warnings.catch_warnings(), compat.without_dispatch_modes():
+                with warnings.catch_warnings(), compat.without_dispatch_modes(), torch.inference_mode(False):
                     warnings.simplefilter("ignore")
                     _state.kernels[identity] = build(what, device)
                 _state.build_seconds.append(time.perf_counter() - began)

@@ -106,8 +106,10 @@ def _reduce(
     flat = tensor.detach().contiguous().view(-1)
     meter = Meter(whole=settings.measure)
     marks: list[Callable[[], Tensor]] = []
-    # On CUDA the caller's stream may be another one each time; the allocator knows which memory is free on which.
-    workspaces = communicator.workspaces if tensor.device.type == "cpu" else Workspaces()
+    # On CUDA the caller's stream may be another one each time; the allocator knows which memory is free on which. And what is
+    # made within inference mode cannot be written to outside of it.
+    keeps = tensor.device.type == "cpu" and not torch.is_inference_mode_enabled()
+    workspaces = communicator.workspaces if keeps else Workspaces()
     state = State(step=step, workspaces=workspaces)
     link, sent = communicator.link, communicator.link.bytes_sent
     exchange = BucketExchange(flat, Bucket.of((layer,)), settings, reduction, link, state, meter, op == "mean", marks.append)

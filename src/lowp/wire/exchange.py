@@ -248,7 +248,7 @@ class BucketExchange:
             self._finish()
         steps = self._reduction.steps(self._link.world)
         for chunk, link in zip(self._chunks, self._links, strict=True):
-            scheduler.add(Task(link.number, self._reduce(chunk, link), self._meter, steps=steps))
+            scheduler.add(Task(link.number, self._reduce(chunk, link), self._meter, steps=steps, last=self._links[-1].number))
 
     def _reduce(self, chunk: Chunk, link: ChunkLink) -> Steps:
         workspace = self._state.workspaces.take()

@@ -48,11 +48,15 @@ class Workspace(NewMemory):
         self._cleared = 0  # bytes of `_zeros` that are zero in this round
         self._to_clear: Tensor | None = None  # what the last round has used of it
         self._kept: dict[Any, Any] = {}
+        self._moved = False  # has this round gone over to new memory? Then some of what is kept may be of the old one
 
     def begin(self) -> "Workspace":
-        if len(self._kept) + len(self._memory.views) > _KEPT:
+        if self._moved:
             self._kept.clear()
-            self._memory.views.clear()
+            self._moved = False
+        if len(self._kept) + len(self._memory.views) + len(self._zeros.views) > _KEPT:
+            for kept in (self._kept, self._memory.views, self._zeros.views):
+                kept.clear()
         self._memory.used = self._zeros.used = self._cleared = 0
         return self
 
@@ -86,8 +90,9 @@ class Workspace(NewMemory):
         if found is None:
             before = region.memory
             found = region.make(shape, dtype, device)
-            if region.memory is not before:  # views are of memory that is used no more
+            if region.memory is not before:  # what is kept of later places is of memory that is used no more
                 self._kept.clear()
+                self._moved = True
         view, region.used = found
         return view
 
@@ -147,6 +152,7 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
     """Room on the CPU, this thread's until its next call with the same dtype."""
     found = _of_thread.kept.get(dtype)
     if found is None or found.numel() < count:
-        found = torch.empty(max(count, 1 << 16), dtype=dtype)
+        with torch.inference_mode(False):  # what is made within inference mode cannot be written to outside of it
+            found = torch.empty(max(count, 1 << 16), dtype=dtype, device="cpu")
         _of_thread.kept[dtype] = found
     return found[:count]
