@@ -10,10 +10,14 @@ import threading
 from collections import defaultdict
 
 import pytest
+import torch
 
 from lowp.wire.chunk_scheduler import ChunkScheduler, Task
+from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.link import Pending
 from lowp.wire.report import Meter
+from lowp.wire.settings import Parameters, Settings
+from lowp.wire.warm_up import _Mute
 
 RANKS, PATIENCE = 4, 2.0  # seconds
 
@@ -99,3 +103,25 @@ def test_ranks_with_buckets_at_other_times_do_not_wait_for_each_other(steps, chu
         for rank in ranks:
             rank.join()
         assert [rank.stuck for rank in ranks if rank.stuck] == []
+
+
+def test_chunks_know_the_last_one_of_their_bucket():
+    settings, tasks = Settings.of("e5m2", scale="local", chunk=10), []
+
+    class Noting(ChunkScheduler):
+        def add(self, *added):
+            tasks.extend(added)
+            super().add(*added)
+
+    scheduler, state, link = Noting(), State(), _Mute(0, 1)
+    for _ in range(2):
+        bucket = Parameters({"p": torch.Size([35])}, settings).bucket(["p"], 0)
+        args = (settings, settings.reduction, link, state, Meter(), True, lambda marks: None)
+        BucketExchange(torch.ones(35), bucket, *args).start(scheduler)
+        scheduler.run()
+    chunks = [task for task in tasks if task.steps is not None]
+    first, second = chunks[: len(chunks) // 2], chunks[len(chunks) // 2 :]
+    assert len(first) > 1
+    assert {task.last for task in first} == {first[-1].number}
+    assert {task.last for task in second} == {second[-1].number}
+    assert second[0].number == first[-1].number + 2  # between them is the agreement on scales
