@@ -48,6 +48,14 @@ def test_every_operation_can_be_printed(fmt, as_on_a_gpu):
         ast.parse(printed(operation)[1])
 
 
+def test_negative_zero():
+    """Triton's minus is 0 - x, which makes 0 of 0; no text may have it before a value."""
+    program = trace(lambda x, *_: [-x], [Element(F32)], 0, 0, [], CPU)
+    text = flat_triton.source(program, [F32, F32], 0, True, True)
+    signs = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.UnaryOp)]
+    assert all(isinstance(node.operand, ast.Constant) for node in signs)
+
+
 @pytest.mark.parametrize("mode", list(Rounding), ids=str)
 def test_bfloat16_is_worked_on_as_float32(mode, as_on_a_gpu):
     """The function that is printed for a GPU gives the bits of the operation."""
