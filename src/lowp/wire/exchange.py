@@ -7,7 +7,6 @@
 Each of the first two is a generator that stops where it waits for messages; a ChunkScheduler runs many of them at once.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -141,13 +140,6 @@ class SharedScales:
         return torch.tensor(tops, dtype=torch.int32).to(self._device)
 
 
-def poisoned(units: Tensor, peaks: Tensor, chunk: Chunk) -> Tensor:
-    """Units of a chunk's layers. A layer is bad, and its unit NaN, as soon as one of its parts is."""
-    if not chunk.sends_headers:
-        return units
-    return units.index_add(0, chunk.owners(units.device), torch.where(peaks == NONFINITE, math.nan, 0.0))
-
-
 def exact_and_rest(divisor: int) -> tuple[int, int]:
     """A divisor as a power of two, which goes into the unit, and what is left: one of them is 1."""
     return (divisor, 1) if divisor & (divisor - 1) == 0 else (1, divisor)
@@ -259,7 +251,7 @@ class BucketExchange:
             units = self._usual
             if chunk.remembers_peaks:
                 peaks = messages.peaks(buffer, count, stride, workspace)
-                units = poisoned(units, peaks, chunk)
+                units = scaling.poisoned(units, peaks, chunk.owners(units.device))
                 self._peaks = largest_peaks(self._peaks, chunk, peaks, len(units))
             elif chunk.sends_headers:
                 room = self._workspace.empty((len(units),), torch.float32, units.device)

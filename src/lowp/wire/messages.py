@@ -4,7 +4,6 @@ What is worked out here (offsets, tables on the device) depends on sizes and cod
 message of a bucket and kept (`Rules.messages`). Memory for what is found on the way comes from a workspace.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -16,7 +15,7 @@ from lowp.tensor.noise import KEY_SIZE
 from lowp.wire.codec import Codec
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.plan import Part, Shard
-from lowp.wire.scaling import NONFINITE
+from lowp.wire.scaling import poisoned
 from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 
@@ -275,8 +274,7 @@ class Messages:
         """Numbers of layers, `usual`; NaN where a part of a layer was not finite in one of the messages. In `out`."""
         device = source.device
         if not _in_triton(device):
-            bad = torch.where(self.peaks(source, messages, stride) == NONFINITE, math.nan, 0.0)
-            return torch.index_add(usual, 0, self.owners(device), bad, out=out)
+            return poisoned(usual, self.peaks(source, messages, stride), self.owners(device), out)
         from lowp.tensor.lists.headers_triton import units_of_layers
 
         if self._one_byte:

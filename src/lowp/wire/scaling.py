@@ -170,6 +170,11 @@ def units_of(fitting: Tensor) -> Tensor:
     return torch.where(fitting == NONFINITE, torch.full_like(unit, math.nan), unit)
 
 
+def poisoned(units: Tensor, peaks: Tensor, owners: Tensor, out: Tensor | None = None) -> Tensor:
+    """Units of layers: NaN where the header byte of a part (`owners` has the layer of each) says that it is not finite."""
+    return torch.index_add(units, 0, owners, torch.where(peaks == NONFINITE, math.nan, 0.0), out=out)
+
+
 def _marked(found: Tensor, maxima: Tensor) -> Tensor:
     bits = maxima.view(torch.int32)  # of magnitudes: NaN is above infinity
     found = torch.where(bits == 0, torch.full_like(found, ZERO), found)

@@ -3,7 +3,7 @@
 `Encoder` and `Decoder` are torch operations on the vectors of one tile. part_kernels.py makes kernels of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import lcm
 from typing import Any, NamedTuple
@@ -93,30 +93,31 @@ def of_blocks(shape: TileShape, column: int) -> tuple[Stream, ...]:
 def _packed(codes: list[Tensor], bits: int) -> list[Tensor]:
     """Vectors of int32 codes as the bytes of their groups."""
     per_group, width = group(bits)
+    own = [code & ((1 << bits) - 1) for code in codes]
     found = []
     for first in range(0, len(codes), per_group):
-        pieces: list[Tensor | None] = [None] * width
-        for byte, vector, shift in placed_bits(bits):
-            code = codes[first + vector] & ((1 << bits) - 1)
-            code = code << shift if shift >= 0 else code >> -shift
-            before = pieces[byte]
-            pieces[byte] = code if before is None else before | code
-        found += [piece.to(torch.int8) for piece in pieces if piece is not None]
-    return found
+        found += _moved(own[first : first + per_group], width, placed_bits(bits))
+    return [byte.to(torch.int8) for byte in found]
 
 
 def _unpacked(stored: Sequence[Tensor], bits: int) -> list[Tensor]:
+    """The inverse."""
     per_group, width = group(bits)
+    own = [byte.to(torch.int32) & 0xFF for byte in stored]
+    moves = [(vector, byte, -shift) for byte, vector, shift in placed_bits(bits)]
     found = []
     for first in range(0, len(stored), width):
-        pieces: list[Tensor | None] = [None] * per_group
-        for byte, vector, shift in placed_bits(bits):
-            code = stored[first + byte].to(torch.int32) & 0xFF
-            code = code >> shift if shift >= 0 else code << -shift
-            before = pieces[vector]
-            pieces[vector] = code if before is None else before | code
-        found += [piece & ((1 << bits) - 1) for piece in pieces if piece is not None]
-    return found
+        found += _moved(own[first : first + width], per_group, moves)
+    return [code & ((1 << bits) - 1) for code in found]
+
+
+def _moved(vectors: Sequence[Tensor], count: int, moves: Iterable[tuple[int, int, int]]) -> list[Tensor]:
+    """`count` vectors, put together by moves: (to which, from which, shifted to the left by so many bits)."""
+    found: dict[int, Tensor] = {}
+    for target, source, shift in moves:
+        piece = vectors[source] << shift if shift >= 0 else vectors[source] >> -shift
+        found[target] = found[target] | piece if target in found else piece
+    return [found[target] for target in range(count)]
 
 
 def _magnitude(numbers: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from lowp.wire.exchange import (
     exact_and_rest,
     largest_peaks,
     marks_of,
-    poisoned,
     remember_bounds,
     rules_for,
 )
@@ -32,7 +31,7 @@ from lowp.wire.reductions.base import Reduction, peaks_of
 from lowp.wire.report import ring_bytes
 from lowp.wire.rules import Load, Stage
 from lowp.wire.scaled import scaled
-from lowp.wire.scaling import warn_of_headroom
+from lowp.wire.scaling import poisoned, warn_of_headroom
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.traffic import bytes_of_bucket
 
@@ -283,7 +282,7 @@ class _OpenBucket:
                     numbers[shard.start : shard.stop] = owners.end(total, shard).numbers
                 every.append(total.peaks)
             peaks = torch.cat(every)
-            units = poisoned(usual, peaks, chunk)
+            units = poisoned(usual, peaks, chunk.owners(usual.device)) if chunk.sends_headers else usual
             result[chunk.start : chunk.stop] = scaled(numbers, chunk, units, rest)
             every_unit.append(units)
             travelled = largest_peaks(travelled, chunk, peaks, len(units))
