@@ -6,7 +6,7 @@
     python -m benchmarks wire_cuda --smoke                        everything tiny, gloo on the CPU: does it run?
 
     step         one rank: forward and backward under bf16 autocast with DDP, without a hook, with torch's fp16 hook, and lowp's
-    bucket       one rank: host time to submit a bucket of 100 layers, and its kernels' time beside copy_'s for the same bytes
+    bucket       one rank: host time to launch a bucket of 100 layers, and its kernels' time beside copy_'s for the same bytes
     collective   2, 4 and 8 ranks: all-reduce of 2^24 float32
     ddp          2 ranks: the steps of `step` with a smaller batch
     fsdp         2 ranks: GPT-2 under FSDP2, with and without rounded gathers and reductions
@@ -125,10 +125,11 @@ def _step_lines(rows: Rows) -> list[str]:
 
 
 def _bucket_lines(rows: Rows) -> list[str]:
-    heads = ["contender", "host, ms", "device, ms", "kernels", "bound, ms", "x the bound"]
+    heads = ["contender", "caller, ms", "host, ms", "device, ms", "kernels", "bound, ms", "x the bound"]
     body = [
         [
             row["contender"],
+            f"{1e3 * row['caller']:.3f}",
             f"{1e3 * row['median']:.3f}",
             f"{1e3 * row['device']:.3f}",
             f"{row['kernels']:.0f}",

@@ -1,6 +1,7 @@
 """What a bucket of 100 layers costs a rank: time of the host to submit it, and time of the device, beside what `copy_` takes.
 
-The host's time is that of `Compressor.submit`, which must not wait for the device: the median over calls, the device idle
+The caller's time is that of `Compressor.submit`: what a bucket takes from the thread that runs backward. The host's time goes
+on until everything is launched, by the wire's own thread. Neither waits for the device: medians over calls, the device idle
 before each. The device's time is the sum of all kernels' times of a call, as torch's profiler sees them.
 
 The bound of the device's time is the time that `copy_` takes for the bytes that must be read and written, for each element with
@@ -54,20 +55,21 @@ def _bucket(name: str, flat: Tensor, clock: Clock) -> dict:
     compressor = lowp.Compressor(shapes, fmt, device=clock.device, **settings)
     names, numbers = list(shapes), flat.clone()
 
-    def call() -> float:
-        """Seconds that the host takes to submit."""
+    def call() -> tuple[float, float]:
+        """Seconds of the caller, and of the host."""
         clock.wait()
         began = time.perf_counter()
         future = compressor.submit(numbers, names)
-        seconds = time.perf_counter() - began
-        compressor.step_done()
+        submitted = time.perf_counter()
         future.wait()
+        launched = time.perf_counter()
+        compressor.step_done()
         compressor.step_arrived([])
-        return seconds
+        return submitted - began, launched - began
 
     for _ in range(3):
         call()
-    host = [call() for _ in range(CALLS)]
+    caller, host = zip(*(call() for _ in range(CALLS)), strict=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if clock.device.type == "cuda" else [])]
     with profile(activities=activities) as seen:
         for _ in range(PROFILED):
@@ -80,7 +82,8 @@ def _bucket(name: str, flat: Tensor, clock: Clock) -> dict:
     code = WIRE_BYTES[fmt]
     needed = 8 + 4 * code + (4 if scale in ("aps", "local") else 0)
     return {
-        "host": host,
+        "host": list(host),
+        "caller": statistics.median(caller),
         "device": device,
         "kernels": len(kernels) / PROFILED,
         "bytes": needed,

@@ -207,3 +207,34 @@ def test_the_hook_works_on_a_side_stream_while_backward_computes(nccl, compiled_
     print(f"{len(overlapping)} of {len(side)} kernels of ours overlap with matrix products")
     assert overlapping
     handle.remove()
+
+
+@pytest.mark.parametrize(("name", "scale"), [("e5m2", "aps"), ("mxfp4", "local"), ("e2m1fn", "block:32")])
+def test_a_step_can_be_captured(nccl, compiled_kernels, name, scale):
+    """A graph that was captured with one gradient reduces another one as the compressor itself does."""
+    shapes = {"first": (3000,), "second": (70, 100)}
+    compressor = lowp.Compressor(shapes, name, scale=scale, device="cuda")
+    own, other = (torch.randn(10_000, device="cuda") for _ in range(2))
+    numbers = own.clone()
+
+    def step():
+        future = compressor.submit(numbers, shapes)
+        compressor.step_done()
+        future.wait()
+        compressor.step_arrived([])
+
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    numbers.copy_(other)
+    graph.replay()
+    torch.cuda.synchronize()
+    replayed = numbers.clone()
+    numbers.copy_(other)
+    step()
+    assert torch.equal(replayed, numbers)
+    assert not torch.equal(replayed, other)
+    compressor.close()

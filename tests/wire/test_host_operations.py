@@ -47,7 +47,7 @@ def operations(layers, format, options):
     def step():
         scheduler, marks = ChunkScheduler(), []
         meter = Meter(samples=False)
-        meter._samples = False
+        meter.samples = False
         args = (settings, settings.reduction, _Mute(0, 1), state, meter, True, marks.append)
         BucketExchange(flat, bucket, *args).start(scheduler)
         scheduler.run()

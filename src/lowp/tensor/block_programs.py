@@ -193,12 +193,30 @@ class BlockProgram:
         finite = magnitude <= own.infinity if self.saturate else magnitude < own.infinity
         return _stored(torch.where(finite, value, special), own)
 
-    def value(self, code: Tensor, unit: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """int32 -> `dtype`: the numbers that codes of elements stand for. Bits above the format's are ignored."""
+    @property
+    def exact_in_float32(self) -> bool:
+        """Is an element times any scale a float32 number? Then a tensor's scale may be multiplied last, in float32."""
+        element, scale = self.fmt.element, self.fmt.scale
+        bits = significant_bits(element) + significant_bits(scale)
+        last = exponent_below(element.smallest) + exponent_below(scale.smallest)
+        small = element.max * scale.max < 2.0**F32.max_exponent
+        return bits <= F32.fraction_bits and last >= F32.min_exponent and small and not (element.has_nan or element.has_inf)
+
+    def value(
+        self, code: Tensor, unit: Tensor, dtype: torch.dtype = torch.float32, tensor_scale: Tensor | None = None
+    ) -> Tensor:
+        """int32 -> `dtype`: the numbers that codes of elements stand for. Bits above the format's are ignored.
+
+        With `tensor_scale`, where `exact_in_float32`, `unit` is the block's `scale_value` alone, and `dtype` is float32.
+        """
         number = grids.decode(code, grids.grid(self.fmt.element, F32, Rounding.NEAREST, False)).view(torch.float32)  # type: ignore[arg-type]
+        if tensor_scale is not None:
+            return _canonical(number * unit * tensor_scale)
         target, value = CARRIERS[dtype], self._product(number, unit, dtype)
         nan = torch.full_like(code, target.nan)
-        if self.fmt.element.has_nan:  # it has a sign; NaN that a strange scale makes has none
+        if self.fmt.element.has_nan and self.fmt.power_of_two_scale and dtype == torch.float32:
+            nan = torch.where(unit == unit, number.view(torch.int32), nan)  # that of the element has a sign
+        elif self.fmt.element.has_nan:  # it has a sign; NaN that a strange scale makes has none
             size = unit.abs()
             negative = (number.view(torch.int32) < 0) ^ (unit < 0)
             signed = (number != number) & (size > 0) & (size < math.inf) & negative

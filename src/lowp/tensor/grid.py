@@ -386,7 +386,8 @@ def decode(code: Tensor, g: Grid) -> Tensor:
         sign = negative & carrier.sign
     else:
         rank = code & ((1 << (g.bits - 1)) - 1)
-        sign = _sign_of(code << (code.dtype.itemsize * 8 - g.bits)) & carrier.sign
+        shifted = code << (code.dtype.itemsize * 8 - g.bits)  # its sign bit is the computing integer's
+        sign = (shifted if code.dtype == carrier.storage else _sign_of(shifted)) & carrier.sign
     bits = _bits_of_rank(rank, g) | sign
     if g.inf_code < 0 and g.nan_code < 0:
         return bits
@@ -405,6 +406,9 @@ def _bits_of_rank(rank: Tensor, g: Grid) -> Tensor:
     c = g.carrier
     if g.shares_lowest_binade:
         return rank << g.dropped
+    if not g.fixed and c.dtype == torch.float32 and g.lowest_field - 1 <= c.bias and floats_pay(rank) and not in_vectors(rank):
+        # One product, exact also of subnormal numbers (with which a CPU would be slow).
+        return ((rank << g.dropped).view(c.dtype) * 2.0 ** (g.lowest_field - 1)).view(c.storage)
     normal = (rank << g.dropped) + (g.lowest_field - 1 << c.fraction_bits)
     if g.mantissa_bits == 0:
         return torch.where(rank == 0, rank, normal)

@@ -12,7 +12,15 @@ from lowp.tensor.kernels import Elementwise
 from lowp.tensor.lists.parts import PartsFunction, PartsKernel, PartTable
 from lowp.tensor.noise import KEY_SIZE, Domain, Noise, keys_of_streams, state_after
 from lowp.wire.codec import Codec, PartLayout
-from lowp.wire.part_kernels import decode_function, encode_function, fold_function, measure, peaks_function, round_function
+from lowp.wire.part_kernels import (
+    decode_function,
+    encode_function,
+    fold_function,
+    measure,
+    measure_sum_function,
+    peaks_function,
+    round_function,
+)
 from lowp.wire.plan import Part
 from lowp.wire.workspace import NewMemory
 
@@ -22,6 +30,7 @@ _FUNCTIONS: dict[str, Callable[..., PartsFunction | None]] = {
     "round": round_function,
     "peaks": peaks_function,
     "fold": fold_function,
+    "measure_sum": measure_sum_function,
 }
 
 

@@ -1,8 +1,10 @@
 """The thread that reduces gradients while backward goes on computing.
 
 One thread takes buckets from one queue, in order. (A second collective that is started from a future's callback hangs or
-mismatches on gloo as soon as there are several buckets.) On CUDA there is no thread: the host does not wait for the device, and
-a side stream keeps the order.
+mismatches on gloo as soon as there are several buckets.)
+
+On CUDA there is no thread: the host does not wait for the device, and a side stream keeps the order. (With a thread, which
+launches beside backward, steps took longer: the two wait for each other's turn at Python's lock. docs/LOG.md has figures.)
 
 A dispatch mode of the thread that sends a bucket (that of `lowp.audit`, say) is entered here too while the bucket is reduced.
 """
@@ -59,6 +61,8 @@ class CommThread:
         else:
             bucket.modes = _watching_modes()
             self._queue.put(bucket)
+            if self.error is not None:  # the thread may have ended before it saw this bucket
+                self._give_up()
 
     def _carry_on_stream(self, bucket: PendingBucket) -> None:
         """Issue everything on the side stream; `arrived` runs there too, so that a future knows what to wait for."""
@@ -129,6 +133,10 @@ class CommThread:
         for bucket in self._open:
             bucket.arrived()
         self._open.clear()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Call `arrived` of the buckets that nobody will reduce."""
         while True:
             try:
                 bucket = self._queue.get_nowait()

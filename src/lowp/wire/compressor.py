@@ -138,6 +138,8 @@ class Compressor:
             future.set_result(flat)
             return future
         meter, step, number = self._meter, self.state.step, len(self._buckets)
+        if flat.is_cuda and torch.cuda.is_current_stream_capturing():
+            meter.samples = False  # a graph's events have no times
         bucket = self._parameters.bucket(names, step)
         if self.settings.scheduled:  # a function of the step may say a format that was not known
             self._warm_up({layer.codec for layer in bucket.layers}, self.world)

@@ -3,7 +3,8 @@
 - measure: the largest magnitude of each part;
 - encode: numbers times their layer's factor, scaled, rounded, packed; headers;
 - decode: what one message says, or the sum of what several say, in the order of ranks; times a factor, divided;
-- fold: messages to the message of their sum, where nothing must be known of all of the sum first;
+- fold: messages to the message of their sum; before it, where the codec must know the largest magnitude of all of the sum,
+  measure_sum, which decodes them too;
 - round: numbers as sending and receiving would make them, in place.
 
 A codec that has no kernel (top-k; blocks that are no multiple of 16) is worked on part by part, by the codec's own operations,
@@ -73,12 +74,9 @@ def encode_function(codec: Codec, dtype: torch.dtype) -> PartsFunction | None:
 
 @lru_cache(maxsize=1024)
 def fold_function(codec: Codec) -> PartsFunction | None:
-    """Messages to one message: decode, add in their order, in float32, encode the sum. Numbers are the encoder's.
-
-    Not for codecs that must see all of a sum before they encode it.
-    """
+    """Messages to one message: decode, add in their order, in float32, encode the sum. Numbers are the encoder's."""
     shape = shape_of(codec)
-    if shape is None or any(codec.measures):
+    if shape is None:
         return None
     encoder, decoder = Encoder(codec, shape), Decoder(codec, shape)
 
@@ -92,6 +90,26 @@ def fold_function(codec: Codec) -> PartsFunction | None:
 
     tables = (*encoder.tables, *decoder.tables)
     return PartsFunction(each, decoder.streams, encoder.streams, shape.tile, encoder.numbers, 0, tables, finish=finish)
+
+
+@lru_cache(maxsize=256)
+def measure_sum_function(codec: Codec) -> PartsFunction | None:
+    """What `codec.measures` asks of the sum of some messages. The sum is not kept."""
+    shape = shape_of(codec)
+    if shape is None:
+        return None
+    decoder = Decoder(codec, shape)
+
+    def each(*arguments: Any) -> list[Tensor]:
+        *read, _, _, tables = arguments
+        return decoder(read, tables)
+
+    def finish(*arguments: Any) -> list[Tensor]:
+        *sums, _, _, _ = arguments
+        return magnitudes(sums, codec.measures)
+
+    kinds = sum(codec.measures)
+    return PartsFunction(each, decoder.streams, (), shape.tile, tables=decoder.tables, maxima=kinds, finish=finish)
 
 
 @lru_cache(maxsize=256)

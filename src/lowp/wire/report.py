@@ -87,7 +87,7 @@ class Meter:
 
     def __init__(self, whole: bool = False, samples: bool = True) -> None:
         self._whole = whole
-        self._samples = samples or whole
+        self.samples = samples or whole
         self._parts: Counter[Codec] = Counter()
         self.report = WireReport()
         self._counts: Tensor | None = None  # seen, saturated, underflowed
@@ -97,7 +97,7 @@ class Meter:
     @contextmanager
     def timed(self, what: str, device: torch.device) -> Iterator[None]:
         """`what` is encode, transfer or decode."""
-        if device.type == "cuda" and not self._samples:
+        if device.type == "cuda" and not self.samples:
             yield
             return
         if device.type == "cuda":
@@ -119,7 +119,7 @@ class Meter:
 
         On CUDA, where each sample is some ten launches, in one part of a message, and in one step in 16 (see `Compressor`).
         """
-        if not self._samples:
+        if not self.samples:
             return
         for group in messages.groups:
             count, before = len(group.segments), self._parts[group.codec]

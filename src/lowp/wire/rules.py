@@ -265,20 +265,21 @@ class Rules:
     def fold_messages(
         self, messages: Tensor, shard: Shard, stage: Stage, actors: Iterable[int], out: Tensor | None = None
     ) -> Load:
-        """The sum of messages [ranks, bytes], in their order; in `out`, or in memory that the next call may use again."""
+        """The sum of messages [ranks, bytes], in their order; in `out`, or in memory that the next call may use again. A row
+        may be longer than its message."""
         layout = self.messages(shard, stage)
         if not self.adds_plainly(shard):
             total = self.fold((self.read(message, shard, stage) for message in messages), shard, actors)
             return total if out is None else replace(total, numbers=out.copy_(total.numbers))
         with self.timed("decode", messages.device):
-            flat, count = messages.view(-1), len(messages)
+            flat, count, stride = messages.view(-1), len(messages), messages.shape[1]
             numbers = self.workspace.scratch(shard.size, torch.float32, messages.device) if out is None else out
-            maxima = layout.decode(flat, numbers, None, 1, count, layout.length, wanted_of_total, self.workspace)
+            maxima = layout.decode(flat, numbers, None, 1, count, stride, wanted_of_total, self.workspace)
             same = all(total_codec(group.codec, self.world) == group.codec for group in layout.groups)
             # What is not finite makes the sum so; only peaks that were sent along must be known.
             peaks = layout.no_peaks(messages.device)
             if layout.sends_peaks:
-                peaks = layout.peaks(flat, count, layout.length, self.workspace)
+                peaks = layout.peaks(flat, count, stride, self.workspace)
             return Load(numbers, peaks, maxima=maxima if same else None)
 
     def fold_to_total(self, messages: Tensor, shard: Shard, actors: Iterable[int], out: Tensor) -> None:
@@ -289,7 +290,7 @@ class Rules:
                          for group, other in zip(layout.groups, total.groups, strict=False)):  # fmt: skip
             with self.timed("decode", messages.device):
                 noises = self._noises(Stage.TOTAL, 0)
-                if layout.fold(messages.view(-1), out, len(messages), layout.length, noises, self.workspace):
+                if layout.fold(messages.view(-1), out, len(messages), messages.shape[1], noises, self.workspace):
                     return
         self.write(self.fold_messages(messages, shard, Stage.ADDEND, actors), shard, Stage.TOTAL, 0, out)
 

@@ -178,8 +178,10 @@ class Encoder:
             extra.append(numbers[int(self._whole)].to(torch.int8))
         if self._blocks is not None:
             largest = numbers[int(self._local)] if self._whole else None
-            # In C++ few elements are found by steps, which need a scale of the part that is not tiny: `local` sees to it.
-            by_steps = grids.in_vectors(x[0]) and block_steps.suits(self._blocks.fmt) and (self._local or not self._whole)
+            # Few elements are found by steps, which need a scale of the part that is not tiny: `local` sees to it. (On a GPU
+            # a quotient by a power of two is cheaper.)
+            quotients = not grids.in_vectors(x[0]) and self._blocks.fmt.power_of_two_scale
+            by_steps = not quotients and block_steps.suits(self._blocks.fmt) and (self._local or not self._whole)
             codes, more = _block_codes(self._blocks, self._shape, x, largest, unit, by_steps)
             extra += more
         else:
@@ -299,9 +301,7 @@ class Decoder:
         tensor_scale = rest.pop(0) if self._whole else None
         vectors = _loaded(read[:codes], shape)
         if self._blocks is not None:
-            step = shape.block // LANES
-            units = [self._blocks.unit(scale.to(torch.int32) & 0xFF, tensor_scale) for scale in rest]
-            found = [self._blocks.value(code.to(torch.int32), units[v // step]) for v, code in enumerate(vectors)]
+            found = self._of_blocks(vectors, [scale.to(torch.int32) & 0xFF for scale in rest], tensor_scale)
         else:
             assert self._value is not None
             found = [self._value(code, tables) for code in vectors]
@@ -310,6 +310,17 @@ class Decoder:
                 units = [scaling.units_of(byte.to(torch.int32) & 0xFF) for byte in rest]
                 found = [number * units[v // step] for v, number in enumerate(found)]
         return found if unit is None else [number * unit for number in found]
+
+    def _of_blocks(self, vectors: list[Tensor], scales: list[Tensor], tensor_scale: Tensor | None) -> list[Tensor]:
+        program, step = self._blocks, self._shape.block // LANES
+        assert program is not None
+        if tensor_scale is not None and not program.exact_in_float32:
+            units, tensor_scale = [program.unit(scale, tensor_scale) for scale in scales], None
+        else:
+            units = [program.scale_value(scale) if tensor_scale is not None else program.unit(scale) for scale in scales]
+        return [
+            program.value(code.to(torch.int32), units[v // step], tensor_scale=tensor_scale) for v, code in enumerate(vectors)
+        ]
 
 
 def _loaded(stored: Sequence[Tensor], shape: TileShape) -> list[Tensor]:

@@ -25,6 +25,11 @@ from lowp.wire.scaled import scaled
 from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 
+def row_length(length: int) -> int:
+    """From one message in a buffer to the next: NCCL copies byte by byte where an address is no multiple of 16."""
+    return -(-length // 16) * 16
+
+
 @dataclass
 class Rooms:
     """The messages of some shards in one buffer, each at its place."""
@@ -49,12 +54,14 @@ class Rooms:
 class OwnersRooms:
     """Messages to the owners of all shards, rank r of shard r, and room for those of all ranks to this one: in one buffer.
 
-    This rank's own message to itself lies among those that it receives, `rows`: [ranks, bytes].
+    This rank's own message to itself lies among those that it receives, `rows`: [ranks, bytes]; of a row, the first `length`
+    count.
     """
 
     messages: Messages
     buffer: Tensor
     rows: Tensor
+    length: int
 
     @cached_property
     def sent(self) -> dict[int, Tensor]:
@@ -62,7 +69,7 @@ class OwnersRooms:
 
     @cached_property
     def received(self) -> dict[int, Tensor]:
-        return dict(enumerate(self.rows))
+        return dict(enumerate(self.rows[:, : self.length]))
 
 
 @dataclass
@@ -160,25 +167,25 @@ class ChunkJob:
             begins, end = [], 0
             for rank in ranks:
                 begins.append(end)
-                end += 0 if rank == me else lengths[rank]
-            begins[me] = end + me * lengths[me]
+                end += 0 if rank == me else row_length(lengths[rank])
+            begins[me] = end + me * row_length(lengths[me])
             return self.messages(ranks, Stage.ADDEND, begins), end, lengths[me]
 
         messages, end, length = self._kept(("owners", me), make)
-        buffer = self.empty(end + len(ranks) * length)
+        buffer = self.empty(end + len(ranks) * row_length(length))
         rooms: OwnersRooms = self.rules.workspace.once(
-            messages, "owners", lambda: OwnersRooms(messages, buffer, buffer[end:].view(len(ranks), length))
+            messages, "owners", lambda: OwnersRooms(messages, buffer, buffer[end:].view(len(ranks), -1), length)
         )
         self.write_own(messages, ranks, Stage.ADDEND, buffer)
         return rooms
 
-    def write_to_all(self) -> Tensor:
-        """Room for the whole chunk's messages of all ranks, where this one's lies already: [ranks, bytes]."""
+    def write_to_all(self) -> tuple[Tensor, int]:
+        """Room for the whole chunk's messages of all ranks, where this one's lies already: [ranks, bytes]; and their length."""
         messages: Messages = self._kept("all", lambda: self.messages(self._everything, Stage.ADDEND))
-        received = self.empty(self.link.world, messages.length)
+        received = self.empty(self.link.world, row_length(messages.length))
         own = self.rules.workspace.once(messages, "own", lambda: received[self.link.rank])
         self.write_own(messages, self._everything, Stage.ADDEND, own)
-        return received
+        return received, messages.length
 
     def read(self, message: Tensor, index: int, stage: Stage) -> Load:
         return self.rules.read(message, self.chunk.shards[index], stage)
@@ -250,7 +257,7 @@ class ChunkJob:
 
         def make() -> tuple[Messages, int, list[int]]:
             lengths = [self.rules.length(shard, stage) for shard in self.chunk.shards]
-            stride = max(lengths)
+            stride = row_length(max(lengths))
             begins = range(0, len(lengths) * stride, stride) if stride else None
             return self.messages(self._everything, stage, begins), len(lengths) * stride, lengths
 
@@ -270,13 +277,13 @@ class ChunkJob:
         rules, messages = self.rules, self.messages([0], Stage.ADDEND)
         if rules.adds_plainly(shard):
             flat = received.view(-1)
-            factors, divisor = self.unscale(messages, flat, len(received), messages.length)
+            factors, divisor = self.unscale(messages, flat, len(received), received.shape[1])
             with rules.timed("decode", self.device):
-                messages.decode(flat, self.target, factors, divisor, len(received), messages.length)
+                messages.decode(flat, self.target, factors, divisor, len(received), received.shape[1])
             return
         total = rules.fold_messages(received, shard, Stage.ADDEND, actors)
         rules.end(total, shard)
-        factors, divisor = self.unscale(messages, received.view(-1), len(received), messages.length)
+        factors, divisor = self.unscale(messages, received.view(-1), len(received), received.shape[1])
         self.target.copy_(scaled(total.numbers, self.chunk, factors, divisor))
 
 

@@ -34,8 +34,8 @@ class OneShot(Reduction):
 
     def exchange(self, job: ChunkJob) -> Steps:
         me, ranks = job.link.rank, range(job.link.world)
-        received = job.write_to_all()
-        yield job.link.share(received, [received.shape[1]] * len(ranks))
+        received, length = job.write_to_all()
+        yield job.link.share(received, [length] * len(ranks))
         # All lose the same: one of them keeps it.
         last = job if me == 0 or job.rules.feedback is None else job.under(replace(job.rules, feedback=None))
         last.finish_sum(received, ranks)
