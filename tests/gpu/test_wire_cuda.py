@@ -238,3 +238,66 @@ def test_a_step_can_be_captured(nccl, compiled_kernels, name, scale):
     assert torch.equal(replayed, numbers)
     assert not torch.equal(replayed, other)
     compressor.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("e5m2", "aps"), ("e5m2", "none"), ("e4m3fn", "local"), ("mxfp4", "local"), ("nvfp4", "local")]
+)
+def test_recorded_steps_give_what_launched_ones_do(nccl, compiled_kernels, name, scale):
+    """Other numbers in every step, among them NaN; and other memory in the middle."""
+    from lowp.wire import replay
+
+    shapes = {"first": (3000,), "second": (70, 100), "third": (1,)}
+    size = 10_001
+    steps = [torch.randn(size, device="cuda") * 10.0**-i for i in range(12)]
+    steps[8][5] = float("nan")
+    found = []
+    for before in (replay.BEFORE, 1000):
+        replay.BEFORE, kept = before, replay.BEFORE
+        compressor = lowp.Compressor(shapes, name, scale=scale, device="cuda", nonfinite="skip")
+        numbers, results = torch.empty(size, device="cuda"), []
+        for number, step in enumerate(steps):
+            if number == 7:
+                numbers = torch.empty(size, device="cuda")
+            numbers.copy_(step)
+            future = compressor.submit(numbers, shapes)
+            compressor.step_done()
+            future.wait()
+            compressor.step_arrived([])
+            results.append(numbers.clone())
+        recorded = [seen.replayed is not None for seen in compressor._replays._seen.values()]
+        assert recorded == [before != 1000]
+        found.append((results, compressor.total().skipped, compressor.total().elements))
+        compressor.close()
+        replay.BEFORE = kept
+    assert found[0][1:] == found[1][1:]
+    for ours, theirs in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
+def test_ddp_is_recorded(nccl, compiled_kernels):
+    from lowp.wire import replay
+
+    def train(before):
+        kept, replay.BEFORE = replay.BEFORE, before
+        torch.manual_seed(0)
+        ddp = nn.parallel.DistributedDataParallel(model().cuda(), bucket_cap_mb=0.01)
+        handle = lowp.compress_gradients(ddp, "e5m2", scale="aps")
+        sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for i in range(20):
+            generator = torch.Generator("cuda").manual_seed(i)
+            x = torch.randn(8, 3, 8, 8, device="cuda", generator=generator)
+            sgd.zero_grad()
+            ddp(x).square().mean().backward()
+            sgd.step()
+        recorded = [seen.replayed is not None for seen in handle._compressor._replays._seen.values()]
+        handle.remove()
+        replay.BEFORE = kept
+        return recorded, [p.detach().clone() for p in ddp.parameters()]
+
+    torch.backends.cudnn.deterministic = True
+    recorded, ours = train(replay.BEFORE)
+    never, theirs = train(1000)
+    assert any(recorded)
+    assert not any(never)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -24,6 +24,7 @@ from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import BucketExchange
 from lowp.wire.faults import CollectiveError, blames_this_rank, explain
+from lowp.wire.replay import ReplayedBucket
 from lowp.wire.report import Meter
 
 
@@ -31,7 +32,7 @@ from lowp.wire.report import Meter
 class PendingBucket:
     """A bucket to reduce. `arrived` is called when it is done, or has failed. `modes` are the sender's, noted by `send`."""
 
-    exchange: BucketExchange
+    exchange: BucketExchange | ReplayedBucket
     meter: Meter
     name: str
     arrived: Callable[[], None]

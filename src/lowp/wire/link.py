@@ -1,7 +1,7 @@
 """The way to the other ranks of a `torch.distributed` group."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,21 @@ class GroupLink:
         self._taken = 0
         self.chosen: dict[str, Any] = {}  # what reduction='auto' found, by settings
 
+    def start(self, begin: "Callable[[], list[Pending]]") -> list[Pending]:
+        """Everything that NCCL sends goes through here (see replay.py)."""
+        return begin()
+
     def maximum(self, numbers: Tensor) -> list[Pending]:
         """Start replacing each number (a byte) by the largest of all ranks."""
         if self.world == 1:
             return []
-        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
         self.bytes_sent += agreement_bytes(numbers.numel(), self.world)
-        return [Pending(work, "agreeing on scales")]
+
+        def begin() -> list[Pending]:
+            work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            return [Pending(work, "agreeing on scales")]
+
+        return self.start(begin)
 
     def plain_sum(self, numbers: Tensor) -> list[Pending]:
         """Start adding up without compression, to measure errors by. Not counted: it is not part of the exchange."""
@@ -100,8 +108,12 @@ class ChunkLink:
             rows = {rank: messages[rank, :length] for rank, length in enumerate(lengths)}
             return self.exchange(dict.fromkeys(rows, rows[self.rank]), rows)
         self._link.bytes_sent += (self.world - 1) * lengths[self.rank]
-        work = dist.all_gather_into_tensor(messages.view(-1), messages[self.rank], group=self._link.group, async_op=True)
-        return [Pending(work, "gathering messages")]
+        own, every, group = messages[self.rank], messages.view(-1), self._link.group
+
+        def begin() -> list[Pending]:
+            return [Pending(dist.all_gather_into_tensor(every, own, group=group, async_op=True), "gathering messages")]
+
+        return self._link.start(begin)
 
     def _start_tagged(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> list[Pending]:
         pending = []
@@ -123,4 +135,4 @@ class ChunkLink:
         operations += [dist.P2POp(dist.isend, message, group=group, group_peer=rank) for rank, message in outgoing.items()]
         if not operations:
             return []
-        return [Pending(work, "exchanging messages") for work in dist.batch_isend_irecv(operations)]
+        return self._link.start(lambda: [Pending(work, "exchanging messages") for work in dist.batch_isend_irecv(operations)])

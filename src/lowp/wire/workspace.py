@@ -131,6 +131,11 @@ class Workspaces:
     def give_back(self, workspace: Workspace) -> None:
         self._free.append(workspace)
 
+    def memory(self) -> list[Tensor]:
+        """All memory that they have now."""
+        every = [*self._free, *self._of_buckets.values()]
+        return [region for workspace in every for region in (workspace._memory.memory, workspace._zeros.memory)]
+
     def of(self, bucket: Any) -> Workspace:
         """A bucket's own: what is there stays until the bucket's next step."""
         if len(self._of_buckets) > _KEPT:
