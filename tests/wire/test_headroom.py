@@ -7,13 +7,13 @@ import ranks
 import torch
 
 import lowp
-from lowp.wire import scaling
+from lowp.wire import scale_warnings
 from lowp.wire.compressor import Compressor
 
 
 @pytest.fixture(autouse=True)
 def not_warned_yet(monkeypatch):
-    monkeypatch.setattr(scaling, "_warned", set())
+    monkeypatch.setattr(scale_warnings, "_said", set())
 
 
 def gradient(rank):
