@@ -29,6 +29,7 @@ CASES = [
     ("e6m9", {"reduction": "hierarchical(2)", "accumulate": "bf16"}),
     ("topk:0.05:e4m3fn", {"reduction": "hierarchical(2, leaders)"}),
     ("fp16", {"layers": {"small": "e5m2", "la*": "int4"}, "skip": "zero", "measure": True}),
+    ("nf4", {"scale": "block:32", "layers": {"tiny": "fp32", "zero": "fp32"}}),  # one pass, but not beside float32
     ({0: "fp16", 2: "e5m2", 1000: "e2m1fn"}, {"scale": "aps"}),
 ]
 
