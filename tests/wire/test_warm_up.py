@@ -121,6 +121,16 @@ def test_no_kernel_is_built_during_training():
         assert set.intersection(*map(set, idle)) == set(), (names[0], idle)  # built for nothing, on all ranks
 
 
+def without_parameters(rank):
+    lowp.set_kernel_policy("auto")
+    lowp.Compressor({}, "e2m1fn").close()
+    return lowp.kernel_info()["built"]
+
+
+def test_a_model_without_parameters_needs_no_kernel():
+    assert ranks.run(without_parameters, 1) == [0]
+
+
 def never(rank):
     lowp.set_kernel_policy("never")
     lowp.Compressor({"a": (70_000,)}, "e5m2").close()

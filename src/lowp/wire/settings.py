@@ -96,8 +96,11 @@ class Settings:
 
     def codecs(self) -> list[Codec]:
         """Of every format that is named, once, as far as schedules tell."""
-        steps = ((choice, sorted({0, *choice}) if isinstance(choice, Mapping) else [0]) for choice in self._choices)
-        return list(dict.fromkeys(self.codec_at(choice, step) for choice, those in steps for step in those))
+        found: dict[Codec, None] = {}
+        for choice in self._choices:
+            for step in sorted({0, *choice}) if isinstance(choice, Mapping) else [0]:
+                found[self.codec_at(choice, step)] = None
+        return list(found)
 
     @property
     def switches(self) -> list[int]:

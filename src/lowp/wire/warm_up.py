@@ -45,7 +45,7 @@ def warm_up(
     settings = settings or Settings("fp32")
     asked = settings.describe()
     together = frozenset(codecs)
-    mixes = {*(frozenset([codec]) for codec in together), together}
+    mixes = {*(frozenset([codec]) for codec in together), together} - {frozenset()}
     cases = [_Case(mix, device, dtype, asked, reduction) for mix in mixes for dtype in dtypes]
     for case in cases:
         if case not in _warm:
