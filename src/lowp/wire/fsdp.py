@@ -177,7 +177,10 @@ def compress(
     if reduce is None and gather is None:
         raise ValueError("say what to compress: reduce=<format of gradients>, gather=<format of parameters>, or both")
     if scale is not None and scale.startswith("aps"):
-        raise ValueError(f"scale={scale!r} needs to know layers, and FSDP2 shows none; take 'local', 'block:<n>' or 'none'")
+        raise ValueError(
+            f"scale={scale!r} needs to know layers, and FSDP2 shows none; take 'local', 'block:<n>', 'none', or leave it out: "
+            "formats of fewer than 8 bits have 'block:32', all others 'local'"
+        )
     codecs = {kind: codec_of(format, rounding, scale) for kind, format in (("reduce", reduce), ("gather", gather)) if format}
     groups = {module: _ShardedParameters(module) for module in modules}
     _check_replicas(groups.values(), reduces=reduce is not None)
