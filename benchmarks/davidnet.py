@@ -53,6 +53,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "e4m3fn aps sequential": {"format": "e4m3fn", "scale": "aps", "reduction": "sequential"},
     "e4m3fn local": {"format": "e4m3fn", "scale": "local"},
     "e2m1fn local": {"format": "e2m1fn", "scale": "local"},
+    "e2m1fn block:32": {"format": "e2m1fn", "scale": "block:32"},
 }
 KEPT = ("accuracy", "best_accuracy", "loss", "samples_per_second", "step_ms", "seconds", "memory_bytes", "bytes_per_parameter")
 RANKS = 8

@@ -27,7 +27,13 @@ from lowp.train.recipe import Recipe
 from lowp.train.trainer import Trainer
 from lowp.train.world import World
 
-ALONE: dict[str, Any] = {"ranks": 1, "virtual_ranks": 1, "wire": {"format": "fp32", "scale": "none"}, "device": "cpu"}
+ALONE: dict[str, Any] = {
+    "ranks": 1,
+    "virtual_ranks": 1,
+    "wire": {"format": "fp32", "scale": "none"},
+    "parallel": {"scale": "local"},  # without effect here; named because files of weights are found by the whole recipe
+    "device": "cpu",
+}
 
 
 @dataclass(frozen=True)

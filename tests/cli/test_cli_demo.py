@@ -24,7 +24,7 @@ from lowp.train.recipes import changed
 from lowp.train.rundir import RunDirectory
 from lowp.train.runs import Run, differences
 
-NAMES = ["fp32", "unscaled8", "aps8", "local4", "pure16"]
+NAMES = ["fp32", "unscaled8", "aps8", "block4", "pure16"]
 ACCURACIES = (0.84, 0.70, 0.837, 0.82, 0.835)
 
 
@@ -149,7 +149,7 @@ def test_a_training_that_diverged_is_named(tmp_path):
     make_runs(tmp_path)
     make_run(tmp_path / "other", 0.3, 100_000, state="diverged")
     chosen = variants(ranks=2, seed=0, quick=False)
-    runs = [Run.read(tmp_path / name) for name in ("fp32", "other", "aps8", "local4", "pure16")]
+    runs = [Run.read(tmp_path / name) for name in ("fp32", "other", "aps8", "block4", "pure16")]
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  closed with the console
     with console.file:
         print_results(chosen, runs, console)

@@ -29,6 +29,23 @@ def test_what_a_step_sends(from_json):
     assert 0 <= found["sent_per_step"] - 2 * 3 / 4 * found["wire_bytes"] <= 6 * 4 * 3
 
 
+@pytest.mark.parametrize(
+    ("changes", "bits"),
+    [
+        (("wire.format=e2m1fn",), 4.25),  # a byte for every 32 numbers
+        (("wire.format=e2m1fn", "wire.scale=local"), 4),
+        (("wire.format=e2m1fn", 'wire.scale=""'), 4.25),
+        (("wire.format=e4m3fn",), 8),
+        (("wire.format=mxfp4",), 4.25),
+        (("wire.format=fp16", "wire.layers.first=int4"), (4.25 * (64 * 64 + 64) + 16 * 650) / 4810),
+    ],
+    ids=str,
+)
+def test_a_narrow_format_has_a_scale_for_every_block(from_json, changes, bits):
+    found = from_json("memory", "fp32", *(word for change in changes for word in ("--set", change)), *SMALL)
+    assert found["wire_bytes"] / found["fp32_bytes"] == pytest.approx(bits / 32, rel=0.02)
+
+
 def test_the_table(stdout):
     said = stdout("memory", "fp32", "--set", "model.options.hidden=[64]")
     assert "bytes a parameter" in said

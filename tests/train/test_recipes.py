@@ -13,6 +13,7 @@ from lowp.train import recipe as schema
 from lowp.train.check import check, check_model
 from lowp.train.keys import all_keys, written
 from lowp.train.mistakes import RecipeError, explain
+from lowp.train.numerics import wire_settings
 from lowp.train.reading import read_recipe, with_changes
 from lowp.train.recipe import DataSettings, LayerRoles, ModelSettings, Phase, Precision, Promote, Recipe, Switch, Wire
 from lowp.train.recipes import RECIPES
@@ -519,7 +520,8 @@ def test_several_mistakes_are_counted():
         (["parallel.format=foo"], "parallel.format: unknown format 'foo'"),
         (["parallel.kind=split"], "parallel.kind: split takes 2 or more ranks, real or virtual, not 1"),
         (["parallel.kind=pipeline", "virtual_ranks=3"], "parallel.kind: pipeline takes exactly 2 ranks"),
-        (["parallel.kind=split", "ranks=2", "parallel.scale=aps"], "parallel.scale: 'aps' is not one of none, local"),
+        (["parallel.kind=split", "ranks=2", "parallel.scale=aps"], "parallel.scale: scale 'aps' is for sums over ranks"),
+        (["parallel.kind=split", "ranks=2", "wire.scale=local"], "wire.scale: no gradients of weights travel in split"),
         (["parallel.kind=split", "ranks=2", "wire.format=e5m2"], "wire.format: no gradients of weights travel in split"),
         (["parallel.kind=split", "ranks=2", "precision.errors=e5m2"], "precision.errors: formats cannot be simulated in split"),
         (["parallel.kind=split", "ranks=2", "precision.switch={}"], "precision.switch: formats cannot be simulated in split"),
@@ -550,11 +552,33 @@ def test_impossible_combinations(changes, said):
         ["optimizer.name=torch:RMSprop", "precision.loss_scale=65536", "optimizer.options.alpha=0.9"],
         ["wire.reduction=hierarchical(2)", "wire.format=topk:0.01:e4m3fn", "wire.error_feedback=true"],
         ["parallel.kind=pipeline", "virtual_ranks=2", "parallel.format=dynamic8", "batch=3"],
+        ["parallel.kind=pipeline", "virtual_ranks=2", "parallel.format=int4", "parallel.scale=block:16"],
+        ["parallel.kind=split", "virtual_ranks=2", "parallel.scale=local", "wire.scale=none"],  # as runs were saved before
         ["learning_rate.kind=linear", "learning_rate.points=0,24", "learning_rate.factors=1,0", "learning_rate.warmup=8"],
     ],
 )
 def test_possible_combinations(changes):
     check(read_recipe("fp32", changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "codecs"),
+    [
+        ("hybrid", [], ["e2m1fn/block:32", "fp16/local"]),
+        ("hybrid", ["wire.scale=local"], ["e2m1fn/local", "fp16/local"]),
+        ("fp32", ["wire.format=nf4"], ["nf4/block:32"]),
+        ("fp32", ["wire.format=e4m3fn"], ["e4m3fn/local"]),
+        (
+            "fp32",
+            ["wire.format=e4m3fn", "precision.schedule=[{ epoch = 1, wire = 'int4' }]"],
+            ["e4m3fn/local", "int4/block:32"],
+        ),
+        ("pure16", [], ["fp16/none"]),
+        ("posit-warmup", [], ["fp32/none", "posit16/none"]),
+    ],
+)
+def test_scales_on_the_wire(name, changes, codecs):
+    assert [*map(str, wire_settings(read_recipe(name, changes), 10).codecs())] == codecs
 
 
 def test_cuda_where_there_is_none(monkeypatch):

@@ -7,13 +7,13 @@ import ranks
 import torch
 
 import lowp
-from lowp.wire import scaling
+from lowp.wire import scale_warnings
 from lowp.wire.compressor import Compressor
 
 
 @pytest.fixture(autouse=True)
 def not_warned_yet(monkeypatch):
-    monkeypatch.setattr(scaling, "_warned", set())
+    monkeypatch.setattr(scale_warnings, "_said", set())
 
 
 def gradient(rank):
@@ -55,7 +55,7 @@ def test_what_it_says_and_only_once(caplog):
         "Most numbers round to zero; take scale='local' or 'block:<n>'"
     )
     error(2, {0: "fp16", 500: "e2m1fn"}, "aps")  # a format that comes later
-    assert "of e2m1fn" in caplog.records[1].getMessage()
+    assert "for e2m1fn" in caplog.records[1].getMessage()
 
 
 def registered(rank, call):
@@ -73,5 +73,5 @@ def registered(rank, call):
 @pytest.mark.parametrize("call", ["all_reduce", "Compressor"])
 def test_one_real_rank_says_so(call):
     first, second = ranks.run(registered, 2, call)
-    assert ["of e2m1fn" in text for text in first] == [True]
+    assert ["for e2m1fn" in text for text in first] == [True]
     assert second == []

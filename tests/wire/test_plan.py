@@ -38,7 +38,7 @@ def test_every_element_is_in_one_part(sizes, shards, chunk, longest):
 
 
 def test_shards_take_the_same_number_of_bytes():
-    wide, narrow = codec_of("fp32"), codec_of("e2m1fn")
+    wide, narrow = codec_of("fp32"), codec_of("e2m1fn")  # with a scale for every 32 numbers
     layers = (Layer("a", 80_000, narrow, 0), Layer("b", 10_000, wide, 1))
     (chunk,) = chunks_of(layers, 4, (1 << 20, 1 << 20))
     lengths = [sum(part.codec.wire_bytes(part.size) for part in shard.parts) for shard in chunk.shards]

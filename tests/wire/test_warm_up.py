@@ -29,6 +29,7 @@ CASES = [
     ("e6m9", {"reduction": "hierarchical(2)", "accumulate": "bf16"}),
     ("topk:0.05:e4m3fn", {"reduction": "hierarchical(2, leaders)"}),
     ("fp16", {"layers": {"small": "e5m2", "la*": "int4"}, "skip": "zero", "measure": True}),
+    ("nf4", {"scale": "block:32", "layers": {"tiny": "fp32", "zero": "fp32"}}),  # one pass, but not beside float32
     ({0: "fp16", 2: "e5m2", 1000: "e2m1fn"}, {"scale": "aps"}),
 ]
 
@@ -118,6 +119,16 @@ def test_no_kernel_is_built_during_training():
         names, late, idle = zip(*results, strict=True)
         assert not any(late), (names[0], late)  # built when the others waited
         assert set.intersection(*map(set, idle)) == set(), (names[0], idle)  # built for nothing, on all ranks
+
+
+def without_parameters(rank):
+    lowp.set_kernel_policy("auto")
+    lowp.Compressor({}, "e2m1fn").close()
+    return lowp.kernel_info()["built"]
+
+
+def test_a_model_without_parameters_needs_no_kernel():
+    assert ranks.run(without_parameters, 1) == [0]
 
 
 def never(rank):

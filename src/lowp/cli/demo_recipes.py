@@ -27,13 +27,15 @@ class Variant:
 def variants(ranks: int, seed: int, quick: bool) -> list[Variant]:
     """FP32 first: the others are compared with it."""
     base = _base(ranks, seed, quick)
-    eight = changed(base, name="unscaled8", wire={"format": EIGHT_BITS})
+    eight = changed(base, name="unscaled8", wire={"format": EIGHT_BITS, "scale": "none"})
     return [
         Variant("fp32", base),
         Variant("8 bits, unscaled", eight),
         Variant("8 bits, APS", changed(eight, name="aps8", wire={"scale": "aps"})),
-        Variant("4 bits, scaled", changed(base, name="local4", wire={"format": FOUR_BITS, "scale": "local"})),
-        Variant("pure FP16", changed(base, name="pure16", precision=_unaudited(pure16()), wire={"format": "fp16"})),
+        Variant("4 bits, scaled", changed(base, name="block4", wire={"format": FOUR_BITS})),
+        Variant(
+            "pure FP16", changed(base, name="pure16", precision=_unaudited(pure16()), wire={"format": "fp16", "scale": "none"})
+        ),
     ]
 
 

@@ -71,7 +71,7 @@ def _print_lessons(fp32: Run, unscaled: Run, aps: Run, four: Run, pure: Run, *, 
             "The same 8 bits with Auto Precision Scaling: ranks agree on a power of two for each layer, which costs "
             "a byte, and send the layer multiplied by it.",
         ),
-        (four, f"4 bits, each rank's layers with its own scale. All that a gradient can be: ±{numbers}."),
+        (four, f"4 bits, every 32 numbers with a scale of their own. All that one can be then: ±{numbers}."),
         (
             pure,
             "FP16 in every role: weights, activations, gradients, momentum, wire. Updates are rounded stochastically: "

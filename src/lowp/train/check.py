@@ -26,16 +26,15 @@ from lowp.train.models import MODELS, build_model
 from lowp.train.numerics import arithmetic_of, layer_rules, simulated_roles, stored_dtype, wire_settings
 from lowp.train.optimizers import NAMES as OPTIMIZERS
 from lowp.train.optimizers import optimizer_for
+from lowp.train.parallel.messages import TensorCodec
 from lowp.train.plugins import blamed, is_plugin, load_plugin
 from lowp.train.recipe import LARGEST_RATE, LearningRate, Recipe, Wire
 from lowp.train.regular_file import check_regular, user_path
 from lowp.train.toml import to_toml
-from lowp.wire.codec import codec_of
 from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
 
 _SIDE, _CLASSES = 32, 10  # of what a model is asked with
-_SCALES_BETWEEN_PARTS = ("none", "local")
 
 
 def check(recipe: Recipe) -> None:
@@ -229,7 +228,7 @@ def _check_wire(recipe: Recipe) -> None:
         )
     alone: dict[Path, dict[str, Any]] = {
         ("wire", "format"): {"format": wire.format},
-        ("wire", "scale"): {"scale": wire.scale},
+        ("wire", "scale"): {"scale": wire.scale or None},
         ("wire", "reduction"): {"reduction": wire.reduction},
         ("wire", "rounding"): {"rounding": wire.rounding},
         ("wire", "accumulate"): {"accumulate": wire.accumulate or None},
@@ -251,9 +250,9 @@ def _check_wire(recipe: Recipe) -> None:
 def _check_parallel(recipe: Recipe) -> None:
     parallel, ranks = recipe.parallel, max(recipe.ranks, recipe.virtual_ranks)
     with about("parallel", "format"):
-        codec_of(parallel.format)
-    if parallel.scale not in _SCALES_BETWEEN_PARTS:
-        raise RecipeError(f"parallel.scale: {parallel.scale!r} is not one of {', '.join(_SCALES_BETWEEN_PARTS)}")
+        TensorCodec.of(parallel.format)
+    with about("parallel", "scale"):
+        TensorCodec.of(parallel.format, parallel.scale or None)
     if parallel.kind == "data":
         if parallel.format != "fp32":
             raise RecipeError("parallel.format: is for split and pipeline; in data parallel runs, wire.format is what travels")
@@ -262,7 +261,8 @@ def _check_parallel(recipe: Recipe) -> None:
         wanted = "exactly 2" if parallel.kind == "pipeline" else "2 or more"
         raise RecipeError(f"parallel.kind: {parallel.kind} takes {wanted} ranks, real or virtual, not {ranks}")
     for key, default in Wire():
-        if getattr(recipe.wire, key) != default:
+        value = getattr(recipe.wire, key)
+        if value != default and (key, value) != ("scale", "none"):  # the default of runs that were saved before
             raise RecipeError(f"wire.{key}: no gradients of weights travel in {parallel.kind}; set parallel.format instead")
     precision = recipe.precision
     simulated = simulated_roles(precision)

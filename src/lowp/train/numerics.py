@@ -82,7 +82,7 @@ def wire_settings(recipe: Recipe, steps_per_epoch: int) -> Settings:
     phases = {phase.epoch * steps_per_epoch: phase.wire for phase in recipe.precision.schedule if phase.wire is not None}
     return Settings.of(
         {0: wire.format, **phases} if phases else wire.format,
-        scale=wire.scale,
+        scale=wire.scale or None,
         rounding=wire.rounding,
         reduction=wire.reduction,
         accumulate=wire.accumulate or None,

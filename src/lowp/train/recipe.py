@@ -175,7 +175,9 @@ class Wire(Section):
     """How gradients travel between ranks, real or virtual."""
 
     format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, or fp32")
-    scale: str = Field("none", description="none, aps, aps_delayed, local, block:N")
+    scale: str = Field(
+        "", description='none, aps, aps_delayed, local, block:N; "": block:32 for formats of fewer than 8 bits, else local'
+    )
     reduction: str = Field("two_shot", description="two_shot, one_shot, ring, tree, sequential, hierarchical(k), hybrid")
     rounding: str = Field("nearest", description="any of lowp's")
     skip: tuple[str, ...] = Field((), description='what stays in fp32: "1d", "last", name patterns')
@@ -193,7 +195,7 @@ class Parallel(Section):
         "data", description="data (each rank its samples), split (each a part of every linear layer), pipeline (two stages)"
     )
     format: str = Field("fp32", description="of activations and their gradients between ranks, for split and pipeline")
-    scale: str = Field("local", description="none or local, for split and pipeline")
+    scale: str = Field("", description='none, local or block:N, for split and pipeline; "": as for wire.scale')
 
 
 class Checkpoints(Section):

@@ -102,7 +102,7 @@ class Trainer:
             return None
         team = RealTeam() if self.world.ranks > 1 else VirtualTeam(self.recipe.virtual_ranks)
         place = split_model if parallel.kind == "split" else pipeline_model
-        return place(self.model, team, parallel.format, parallel.scale)
+        return place(self.model, team, parallel.format, parallel.scale or None)
 
     def _exchange(self) -> Exchange:
         if self.placement is not None:

@@ -131,6 +131,11 @@ class Codec:
         """Is every number rounded by itself, whatever travels with it?"""
         return self.scale.shared and self.keep == 1 and not isinstance(self.format, BlockFormat)
 
+    @property
+    def bits(self) -> float:
+        """What a number takes on average, with its share of a block's scale byte: shards are balanced by it."""
+        return self.keep * (self.format.bits + (8 / self.scale.block if self.scale.block else 0))
+
     def kept(self, count: int) -> int:
         """How many of `count` numbers are sent."""
         return count if self.keep == 1 else min(count, self.ranks * math.ceil(self.keep * count))
@@ -313,8 +318,11 @@ def _indices_of_largest(numbers: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(chosen, size=count).view(-1)
 
 
-def codec_of(text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale" = "local") -> Codec:
-    """A codec from a format ("e5m2"), or "topk:<fraction>" with an optional format for the values ("topk:.01:e4m3fn")."""
+def codec_of(text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale | None" = None) -> Codec:
+    """A codec from a format ("e5m2"), or "topk:<fraction>" with an optional format for the values ("topk:.01:e4m3fn").
+
+    Without a scale it is the format's own, `default_scale`.
+    """
     if isinstance(text, Codec):
         return text
     keep = 1.0
@@ -325,7 +333,8 @@ def codec_of(text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: 
         except ValueError:
             raise ValueError(f"top-k is written topk:<fraction>[:<format>], say topk:0.01:e4m3fn, not {text!r}") from None
         text = rest[0] if rest else "fp32"
-    return Codec(parse_format(text), rounding, scale_of(scale), keep)
+    fmt = parse_format(text)
+    return Codec(fmt, rounding, scaling.default_scale(fmt, keep) if scale is None else scale_of(scale), keep)
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,8 @@ from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import Meter, WireReport, ring_bytes
-from lowp.wire.scaling import NONFINITE, warn_of_headroom
+from lowp.wire.scale_warnings import warn_of_scales
+from lowp.wire.scaling import NONFINITE
 from lowp.wire.settings import Settings
 from lowp.wire.warm_up import warm_up
 from lowp.wire.workspace import Workspaces
@@ -59,7 +60,7 @@ def all_reduce(
     communicator = communicator_for(group, tensor.device)
     _agree_once(communicator, f"{chosen.describe()} op={op} elements={tensor.numel()} dtype={tensor.dtype} step={step}")
     if communicator.rank == 0:
-        warn_of_headroom(chosen.formats, communicator.world)
+        warn_of_scales(chosen.codecs(), communicator.world)
     reduction = chosen.reduction
     if reduction == "auto":
         reduction = choose(communicator, chosen, tensor.device)

@@ -20,7 +20,8 @@ from lowp.wire.link import GroupLink
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.replay import Marks, ReplayedBucket, Replays
 from lowp.wire.report import ONE_IN, Meter, WireReport, ring_bytes
-from lowp.wire.scaling import NONFINITE, warn_of_headroom
+from lowp.wire.scale_warnings import warn_of_scales
+from lowp.wire.scaling import NONFINITE
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.state import Owner
 from lowp.wire.warm_up import warm_up
@@ -64,13 +65,14 @@ class Compressor:
         world = dist.get_world_size(group)
         if world < 1:
             raise ValueError("this rank is not in the group")
-        self._warm_up(self._parameters.known_codecs, world)  # before the ranks meet
+        for codecs in self._parameters.known_codecs:
+            self._warm_up(codecs, world)  # before the ranks meet
         self._communicator = Communicator(group, device)
         parent = self._communicator.parent
         try:
             agree(parent, f"version={__version__} {settings.describe()} parameters={_digest(shapes)}", "how to compress")
             if self._communicator.rank == 0:
-                warn_of_headroom(settings.formats, self._communicator.world)
+                warn_of_scales(settings.codecs(), self._communicator.world)
             self._reduction = self._choose()
         except Exception as error:  # the group is not lost: the next one may have it
             self._communicator.close(failed=not isinstance(error, ValueError))
@@ -115,7 +117,7 @@ class Compressor:
         return [list(names) for names in found[-1]]
 
     def _warm_up(self, codecs: Iterable[Codec], world: int) -> None:
-        """Build the kernels, so that nobody waits for a compiler later."""
+        """Build the kernels for codecs that travel together, so that nobody waits for a compiler later."""
         reduction = self.settings.reduction
         reduction = reduction if isinstance(reduction, Reduction) else best_for(world)
         warm_up(codecs, self._device, self.settings, reduction, world, self._dtypes)
@@ -241,7 +243,7 @@ class Compressor:
 
     @property
     def _owner(self) -> Owner:
-        delayed = any(codec.scale.kind == "aps_delayed" for codec in self._parameters.known_codecs)
+        delayed = any(codec.scale.kind == "aps_delayed" for codecs in self._parameters.known_codecs for codec in codecs)
         link, settings = self._communicator.link, self.settings
         return Owner(link.rank, link.world, self._shapes, settings.describe_codec(), settings.error_feedback, delayed)
 

@@ -186,7 +186,7 @@ def compress_gradients(
     ddp: DistributedDataParallel,
     format: Any,
     *,
-    scale: str = "local",
+    scale: str | None = None,
     reduction: Any = "two_shot",
     rounding: str = "nearest",
     skip: Any = (),
@@ -208,7 +208,8 @@ def compress_gradients(
         format: "e5m2", "e4m3fn", "int8", "e2m1fn" (4 bits), "posit8", "mxfp4", "topk:0.01", any format of up to 16 bits; or a
             schedule: {0: "fp16", 500: "e5m2"} (from which step on), or a function of the step.
         scale: "none", "aps" (Auto Precision Scaling: per layer, agreed between ranks), "aps_delayed" (last step's), "local"
-            (each message's own), or "block:<n>".
+            (each message's own), or "block:<n>" (each n numbers' own). Default, for each format by itself: "block:32" if it has
+            fewer than 8 bits, else "local"; "local" also for block formats and top-k.
         reduction: "two_shot" (adds in float32, two roundings), "one_shot" (one rounding; for two ranks, or small tensors),
             "ring", "tree", "sequential" (partial sums in the format), "hierarchical(k)" and "hierarchical(k, leaders)" for
             nodes of k ranks, "hybrid" (by size), or "auto": two_shot (on two ranks one_shot) if a measurement at start finds

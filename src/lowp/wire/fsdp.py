@@ -34,6 +34,7 @@ from lowp.wire.plan import Chunk, Part, Shard
 from lowp.wire.reductions.base import ChunkJob, Steps
 from lowp.wire.report import Meter, WireReport, ring_bytes
 from lowp.wire.rules import Rules, Stage
+from lowp.wire.scale_warnings import warn_of_scales
 from lowp.wire.scaling import NONFINITE
 from lowp.wire.warm_up import warm_up
 
@@ -153,7 +154,7 @@ def compress(
     *,
     reduce: Any = None,
     gather: Any = None,
-    scale: str = "local",
+    scale: str | None = None,
     rounding: str = "nearest",
     seed: int = 0,
 ) -> FsdpHandle:
@@ -164,7 +165,8 @@ def compress(
         reduce: the format of gradients on their way to their owners; None leaves them as they are.
         gather: the format of parameters on their way to everybody; None leaves them as they are. The owner's shard, which the
             optimizer updates, is not rounded.
-        scale: "local", "block:<n>" or "none". ("aps" needs layers, which FSDP2 does not show here.)
+        scale: "local", "block:<n>" or "none"; default as for `lowp.compress_gradients`: "block:32" for formats of fewer than 8
+            bits, else "local". ("aps" needs layers, which FSDP2 does not show here.)
         rounding, seed: as for `lowp.compress_gradients`.
     """
     from torch.distributed.fsdp import FSDPModule
@@ -174,13 +176,19 @@ def compress(
         raise TypeError("fsdp.compress takes a model that torch.distributed.fsdp.fully_shard was called on")
     if reduce is None and gather is None:
         raise ValueError("say what to compress: reduce=<format of gradients>, gather=<format of parameters>, or both")
-    if scale.startswith("aps"):
-        raise ValueError(f"scale={scale!r} needs to know layers, and FSDP2 shows none; take 'local', 'block:<n>' or 'none'")
+    if scale is not None and scale.startswith("aps"):
+        raise ValueError(
+            f"scale={scale!r} needs to know layers, and FSDP2 shows none; take 'local', 'block:<n>', 'none', or leave it out: "
+            "formats of fewer than 8 bits have 'block:32', all others 'local'"
+        )
     codecs = {kind: codec_of(format, rounding, scale) for kind, format in (("reduce", reduce), ("gather", gather)) if format}
     groups = {module: _ShardedParameters(module) for module in modules}
     _check_replicas(groups.values(), reduces=reduce is not None)
     handle = FsdpHandle(modules, seed)
-    warm_up(set(codecs.values()), next(model.parameters()).device)
+    for codec in codecs.values():
+        warm_up({codec}, next(model.parameters()).device)
+    if dist.get_rank() == 0:
+        warn_of_scales(codecs.values(), dist.get_world_size())
     for module, group in groups.items():
         module.set_custom_reduce_scatter(_reduce_scatter(codecs.get("reduce"), handle, group))
         if gather is not None:

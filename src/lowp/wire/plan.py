@@ -224,10 +224,7 @@ def _stretches(layers: tuple[Layer, ...], start: int, stop: int) -> Iterator[tup
 
 def _balanced(layers: tuple[Layer, ...], start: int, stop: int, shards: int) -> list[int]:
     """Edges of the shards: each takes the same share of the bits, cut at multiples of 8 elements from the chunk's start."""
-    stretches = [
-        (first, last, layer.codec.format.bits * layer.codec.keep)
-        for _, layer, first, last, _ in _stretches(layers, start, stop)
-    ]
+    stretches = [(first, last, layer.codec.bits) for _, layer, first, last, _ in _stretches(layers, start, stop)]
     whole = sum((last - first) * bits for first, last, bits in stretches)
     edges, before, walk = [start], 0.0, iter(stretches)
     first, last, bits = next(walk, (start, stop, 1.0))

@@ -7,19 +7,13 @@
 - `local`: every message is scaled by its own maximum, layer by layer, and carries the exponent: no agreement, no headroom.
 - `block:<n>`: the same for every n elements.
 
-The bound of `aps` is a bound of the sum: log2(world) of a format's binades are headroom, which a rank's own numbers do not use.
-A format has `binades` from its smallest number to the largest power of two: 31 in e5m2, 17 in e4m3fn, 6 in int8, 3 in e2m1fn.
-Where n are left for a rank's numbers, the sum of normal ones has a relative error of about 2.3 / 2^n or the format's own,
-whichever is larger: .14 for n = 4, .28 for 3, .57 for 2, and all is zero below (measured, docs/LOG.md). With fewer than
-`ENOUGH_BINADES`, `warn_of_headroom` says so.
+Where no scale is named, a format has its own, `default_scale`. What a scale costs is in scale_warnings.py.
 
 Exponents travel as bytes. 0 says that everything is zero, 255 that something is not finite. Where the published code takes the
 logarithm of zero, or scales by infinity, the exponents here end at +-126: that is as far as float32 reaches.
 """
 
-import logging
 import math
-from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -34,9 +28,6 @@ from lowp.tensor.kernels import Elementwise
 from lowp.tensor.scale import Scale as Scale
 from lowp.tensor.scale import parse_scale
 
-logger = logging.getLogger("lowp")
-
-ENOUGH_BINADES = 4
 ZERO, NONFINITE = 0, 255
 _BOUND_BIAS = 116  # of E, which spans -115 (a layer below 2^-115 counts as that) to 138 (float32's maximum on 1024 ranks)
 _SHIFT_BIAS = 127  # of shifts
@@ -47,6 +38,20 @@ KINDS = ("none", "aps", "aps_delayed", "local", "block:<n>")
 def scale_of(text: "str | Scale") -> Scale:
     """Parse one of `KINDS`."""
     return parse_scale(text, KINDS)
+
+
+def default_scale(fmt: AnyFormat, keep: float = 1.0) -> Scale:
+    """The scale of a format where none is named: `block:32` for formats of fewer than 8 bits, `local` for all others.
+
+    A narrow format has few numbers: with one scale for a whole layer, most of a gradient rounds to zero. Block formats have
+    scales of their own, and the numbers that top-k keeps (`keep` < 1) are all large: both have `local`.
+
+    Why 32, and not 16 or 64: for formats of 4 bits, 16 has 5 to 20 % less error for .25 bits more an element, 64 has 8 to 25 %
+    more for .125 bits less. A bit is worth a factor of 4 in error; counted so, 32 is 14 to 33 % better than 16, and between 9 %
+    worse and 5 % better than 64 (docs/LOG.md).
+    """
+    narrow = not isinstance(fmt, BlockFormat) and fmt.bits < 8 and keep == 1
+    return Scale("block", 32) if narrow else Scale("local")
 
 
 SCALES = (Scale("none"), Scale("aps"), Scale("aps_delayed"), Scale("local"), Scale("block", 64))
@@ -113,39 +118,6 @@ _REMEMBERED = Elementwise(_remembered, (torch.int32, torch.uint8, torch.uint8), 
 def emax_of(fmt: AnyFormat) -> int:
     """The exponent of the largest power of two that numbers are scaled up to: 15 for e5m2, as in the paper's 2^(e-1) - 1."""
     return exponent_below(fmt.scaled_max)
-
-
-def binades_left(fmt: AnyFormat, scale: "Scale", world: int) -> int | None:
-    """How many binades the headroom of `aps` leaves for a rank's own numbers; None where nothing is taken from them."""
-    if not scale.kind.startswith("aps") or isinstance(fmt, BlockFormat):  # whose blocks have scales of their own
-        return None
-    return binades(fmt) - (world - 1).bit_length() - (scale.kind == "aps_delayed")
-
-
-def binades(fmt: AnyFormat) -> int:
-    return emax_of(fmt) - exponent_below(fmt.smallest)
-
-
-def warn_of_headroom(used: "Iterable[tuple[AnyFormat, Scale]]", world: int) -> None:
-    """Say once, for each format, where the headroom of `aps` leaves too little of it."""
-    for fmt, scale in used:
-        left = binades_left(fmt, scale, world)
-        if world == 1 or left is None or left >= ENOUGH_BINADES or (str(fmt), scale, world) in _warned:
-            continue
-        _warned.add((str(fmt), scale, world))
-        logger.warning(
-            "scale='%s' leaves %d of the %d binades of %s to gradients on %d ranks: the others are headroom for the sum. %s; "
-            "take scale='local' or 'block:<n>'",
-            scale,
-            max(0, left),
-            binades(fmt),
-            fmt,
-            world,
-            "Most numbers round to zero" if left > 1 else "Nearly all numbers round to zero",
-        )
-
-
-_warned: set[tuple[str, Scale, int]] = set()
 
 
 def fitting_bytes(maxima: Tensor, fmt: AnyFormat) -> Tensor:

@@ -1,6 +1,6 @@
 """What a user asks for, checked, and what follows from it for every parameter."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Size
@@ -28,7 +28,7 @@ class Settings:
     """How gradients travel. Everything here must be the same on all ranks, and is compared when they meet."""
 
     format: Scheduled
-    scale: Scale = Scale("local")  # noqa: RUF009  # frozen
+    scale: Scale | None = None  # the format's own: `default_scale`
     rounding: str = "nearest"
     reduction: str | Reduction = "two_shot"
     accumulate: AnyFormat | None = None
@@ -46,7 +46,7 @@ class Settings:
         cls,
         format: Scheduled,
         *,
-        scale: "str | Scale" = "local",
+        scale: "str | Scale | None" = None,
         rounding: str = "nearest",
         reduction: "str | Reduction" = "two_shot",
         accumulate: "str | AnyFormat | None" = None,
@@ -74,7 +74,7 @@ class Settings:
             reduction = reduction_of(reduction)
         settings = cls(
             format=dict(format) if isinstance(format, Mapping) else format,
-            scale=scale_of(scale),
+            scale=None if scale is None else scale_of(scale),
             rounding=rounding,
             reduction=reduction,
             accumulate=None if accumulate is None else check_format(parse_format(accumulate)),
@@ -87,18 +87,20 @@ class Settings:
             measure=measure,
             chunk=chunk,
         )
-        list(settings._codecs())  # refuses what is no format or no schedule
+        settings.codecs()  # refuses what is no format or no schedule
         return settings
 
     @property
     def _choices(self) -> "tuple[Scheduled, ...]":
         return (self.format, *self.layers.values())
 
-    def _codecs(self) -> Iterator[Codec]:
-        """Of every format that is named, as far as schedules tell."""
+    def codecs(self) -> list[Codec]:
+        """Of every format that is named, once, as far as schedules tell."""
+        found: dict[Codec, None] = {}
         for choice in self._choices:
             for step in sorted({0, *choice}) if isinstance(choice, Mapping) else [0]:
-                yield self.codec_at(choice, step)
+                found[self.codec_at(choice, step)] = None
+        return list(found)
 
     @property
     def switches(self) -> list[int]:
@@ -141,11 +143,6 @@ class Settings:
         """Does a format depend on the step?"""
         return any(isinstance(c, Mapping) or (callable(c) and not isinstance(c, Codec)) for c in self._choices)
 
-    @property
-    def formats(self) -> "set[tuple[AnyFormat, Scale]]":
-        """All formats with their scales, as far as schedules tell."""
-        return {(codec.format, codec.scale) for codec in self._codecs()}
-
     def sums(self, reduction: Reduction) -> AnyFormat | None:
         return default_accumulate(reduction, self.accumulate)
 
@@ -170,9 +167,20 @@ class Settings:
 
         layers = ",".join(f"{pattern}:{text(choice)}" for pattern, choice in self.layers.items())
         return (
-            f"format={text(self.format)} scale={self.scale} rounding={self.rounding} "
+            f"format={text(self.format)} scale={self._describe_scale()} rounding={self.rounding} "
             f"skip=[{','.join(self.skip)}] layers={{{layers}}} error_feedback={self.error_feedback}"
         )
+
+    def _describe_scale(self) -> str:
+        """The scale, or those that the formats have by default: `local` whether it was named or not, as in older states.
+
+        A function of the step does not tell its formats, so `default` and a scale that is named are told apart there.
+        """
+        if self.scale is not None:
+            return str(self.scale)
+        if any(callable(choice) and not isinstance(choice, Codec) for choice in self._choices):
+            return "default"
+        return ",".join(dict.fromkeys(str(codec.scale) for codec in self.codecs() if codec != UNCOMPRESSED)) or "local"
 
 
 class Parameters:
@@ -201,9 +209,9 @@ class Parameters:
         return self._settings.codec(self._names[name], len(self._shapes[name]), ends, step)
 
     @property
-    def known_codecs(self) -> set[Codec]:
-        """All codecs that some parameter has at some step, as far as schedules tell."""
-        return {self.codec(name, step) for name in self._shapes for step in self._settings.switches}
+    def known_codecs(self) -> set[frozenset[Codec]]:
+        """All codecs that parameters have at the same step, for every step, as far as schedules tell."""
+        return {frozenset(self.codec(name, step) for name in self._shapes) for step in self._settings.switches}
 
     def bucket(self, names: Iterable[str], step: int) -> Bucket:
         """The layers of these parameters. Worked out once, unless there is a schedule: it is asked for in every step."""

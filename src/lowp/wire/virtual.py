@@ -30,8 +30,9 @@ from lowp.wire.plan import Bucket, Chunk, Shard, cuts_for
 from lowp.wire.reductions.base import Reduction, peaks_of
 from lowp.wire.report import ring_bytes
 from lowp.wire.rules import Load, Stage
+from lowp.wire.scale_warnings import warn_of_scales
 from lowp.wire.scaled import scaled
-from lowp.wire.scaling import poisoned, warn_of_headroom
+from lowp.wire.scaling import poisoned
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.traffic import bytes_of_bucket
 
@@ -122,7 +123,7 @@ class VirtualExchange:
         if settings.reduction == "auto":
             raise ValueError("a virtual world has no link to measure: name a reduction instead of 'auto'")
         assert isinstance(settings.reduction, Reduction)
-        warn_of_headroom(settings.formats, world)
+        warn_of_scales(settings.codecs(), world)
         self._world = world
         self._shapes = dict(shapes)
         self._parameters = Parameters(shapes, settings, names)

@@ -36,12 +36,17 @@ def warm_up(
     world: int = 2,
     dtypes: Iterable[torch.dtype] = (torch.float32,),
 ) -> None:
-    """Build all kernels that these codecs need in this reduction for gradients of these dtypes, unless that was done before."""
+    """Build all kernels that these codecs need in this reduction for gradients of these dtypes, unless that was done before.
+
+    Each is rehearsed alone, and all of them together: messages are added in one pass only where all codecs in them can do that.
+    """
     if kernel_info()["policy"] == "never":
         return
     settings = settings or Settings("fp32")
     asked = settings.describe()
-    cases = [_Case(codec, device, dtype, asked, reduction) for codec in codecs for dtype in dtypes]
+    together = frozenset(codecs)
+    mixes = {*(frozenset([codec]) for codec in together), together} - {frozenset()}
+    cases = [_Case(mix, device, dtype, asked, reduction) for mix in mixes for dtype in dtypes]
     for case in cases:
         if case not in _warm:
             with compat.without_dispatch_modes(), building():  # an audit is not concerned
@@ -50,7 +55,7 @@ def warm_up(
 
 
 class _Case(NamedTuple):
-    codec: Codec
+    codecs: frozenset[Codec]
     device: torch.device
     dtype: torch.dtype
     settings: str
@@ -61,11 +66,9 @@ _warm: set[_Case] = set()
 
 
 def _rehearse(case: _Case, settings: Settings, world: int) -> None:
-    """A step of one bucket; where the reduction depends on the bucket's size, of both kinds.
-
-    Codecs are alone in a bucket because messages are added in one pass only where all codecs in them can do that.
-    """
-    bucket = Bucket.of((Layer("0", ELEMENTS * world, case.codec, 0),))
+    """A step of one bucket, with all codecs in every shard; where the reduction depends on the bucket's size, of both kinds."""
+    codecs = [*case.codecs] * world
+    bucket = Bucket.of(tuple(Layer(str(number), ELEMENTS, codec, number) for number, codec in enumerate(codecs)))
     for kind in dict.fromkeys((case.reduction.of_size(0), case.reduction.of_size(1 << 62))):
         for rank in range(world):
             flat = torch.ones(bucket.size, dtype=case.dtype, device=case.device)

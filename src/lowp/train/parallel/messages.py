@@ -15,7 +15,7 @@ from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.wire.codec import Codec
-from lowp.wire.scaling import NONFINITE, Scale, largest, scale_of
+from lowp.wire.scaling import NONFINITE, Scale, default_scale, largest, scale_of
 
 SCALES = ("local", "block:<n>", "none")
 
@@ -27,10 +27,10 @@ class TensorCodec:
     codec: Codec
 
     @classmethod
-    def of(cls, format: "str | AnyFormat", scale: "str | Scale" = "local") -> "TensorCodec":
-        """From a format of up to 16 bits, or "fp32", and a scale."""
+    def of(cls, format: "str | AnyFormat", scale: "str | Scale | None" = None) -> "TensorCodec":
+        """From a format of up to 16 bits, or "fp32", and a scale; without one it is the format's own, `default_scale`."""
         chosen = parse_format(format)
-        how = scale_of(scale)
+        how = default_scale(chosen) if scale is None else scale_of(scale)
         if how.kind.startswith("aps"):
             raise ValueError(f"scale {str(how)!r} is for sums over ranks; activations take {', '.join(SCALES)}")
         return cls(Codec(chosen, scale=Scale("none") if chosen == FP32 else how))

@@ -68,7 +68,7 @@ def pipeline_model(
     model: nn.Module,
     team: Team,
     format: "str | AnyFormat" = "e5m2",
-    scale: "str | Scale" = "local",
+    scale: "str | Scale | None" = None,
     *,
     cut: int | None = None,
 ) -> "Pipeline":

@@ -65,14 +65,14 @@ class SplitLinear(nn.Module):
 
 
 def split_model(
-    model: nn.Module, team: Team, format: "str | AnyFormat" = "e5m2", scale: "str | Scale" = "local"
+    model: nn.Module, team: Team, format: "str | AnyFormat" = "e5m2", scale: "str | Scale | None" = None
 ) -> "SplitModel":
     """Split the model's linear layers over a team, in place; all but those with fewer outputs than there are ranks.
 
     Args:
         model: the whole model, with the same weights on all ranks.
         format: in which activations and their gradients travel: any of up to 16 bits, or "fp32".
-        scale: "local", "block:<n>" or "none".
+        scale: "local", "block:<n>" or "none"; default: "block:32" for formats of fewer than 8 bits, else "local".
     """
     codec = TensorCodec.of(format, scale)
     tied = _shared_weights(model)

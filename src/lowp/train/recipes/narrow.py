@@ -71,6 +71,7 @@ def posit_warmup() -> Recipe:
             "scale": "tensor",
             "schedule": [{"epoch": 1, **roles, "wire": "posit16"}],
         },
+        wire={"scale": "none"},
     )
 
 

@@ -42,7 +42,7 @@ def pure16() -> Recipe:
     return changed(
         fp32(),
         precision={"weights": "fp16", "update": "stochastic", "loss_scale": "dynamic", "audit": True},
-        wire={"format": "fp16"},
+        wire={"format": "fp16", "scale": "none"},
     )
 
 
@@ -108,8 +108,11 @@ def simulate() -> Recipe:
 
 @named
 def hybrid() -> Recipe:
-    """Hybrid precision: 4 bits on the wire, 16 for the last layer and FP32 for biases."""
-    return changed(fp32(), wire={"format": "e2m1fn", "scale": "local", "layers": {"last": "fp16"}, "skip": ["1d"]})
+    """Hybrid precision: 4 bits on the wire, 16 for the last layer and FP32 for biases.
+
+    Every 32 numbers of 4 bits have a scale of their own, the default of formats of fewer than 8 bits.
+    """
+    return changed(fp32(), wire={"format": "e2m1fn", "layers": {"last": "fp16"}, "skip": ["1d"]})
 
 
 @named

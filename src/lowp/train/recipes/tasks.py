@@ -118,7 +118,7 @@ def mnist_data_parallel() -> Recipe:
 def mnist_model_parallel() -> Recipe:
     """The same network split over two ranks: activations and their gradients travel in dynamic8."""
     return changed(
-        mnist_data_parallel(), wire={"format": "fp32", "scale": "none"}, parallel={"kind": "split", "format": "dynamic8"}
+        mnist_data_parallel(), wire={"format": "fp32", "scale": ""}, parallel={"kind": "split", "format": "dynamic8"}
     )
 
 
