@@ -31,20 +31,24 @@ class TritonPartsKernel:
         self._each, self._finish, self._tables = what.trace(device)
         self._rows = max(1, CUDA_ITEM // what.tile)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
-        self._compiled: dict[tuple[int, bool], Any] = {}
+        self._compiled: dict[tuple[int, bool, bool], Any] = {}
         self._addresses = [table.data_ptr() for table in self._tables]
-        self._get(8, True)  # what cannot be compiled is found out here
+        self._get(8, True, True)  # what cannot be compiled is found out here
 
-    def _get(self, alignment: int, aligned: bool) -> Any:
-        """The kernel for tables whose offsets are multiples of `alignment`, and arrays that begin at multiples of 16 bytes."""
-        found = self._compiled.get((alignment, aligned))
+    def _get(self, alignment: int, aligned: bool, one: bool) -> Any:
+        """The kernel for tables whose offsets are multiples of `alignment`, for arrays that begin at multiples of 16 bytes
+        (`aligned`), and for `one` message. (With a loop over messages in it, Triton's kernel passes numbers through shared
+        memory.)"""
+        found = self._compiled.get((alignment, aligned, one))
         if found is None:
-            text = _TritonParts(self._what, self._each, self._finish, len(self._tables), self._rows, alignment, aligned).text()
+            text = _TritonParts(
+                self._what, self._each, self._finish, len(self._tables), self._rows, alignment, aligned, one
+            ).text()
             kinds = [torch.uint8, torch.uint8, torch.int64, 1, 1, torch.int32, torch.float32, 1, torch.int32, 1, 1]
             examples = [*kinds, *(table.dtype for table in self._tables)]
             with torch.cuda.device(self._device):
                 found = build(text).warmup(*examples, grid=(1,), num_warps=WARPS, enable_fp_fusion=False)
-            self._compiled[alignment, aligned] = found
+            self._compiled[alignment, aligned, one] = found
         return found
 
     def __call__(
@@ -63,7 +67,7 @@ class TritonPartsKernel:
         if not items:
             return
         first, second = source.data_ptr(), nothing if target is None else target.data_ptr()
-        launch = self._get(table.alignment, (first | second) % 16 == 0)[items, 1, 1]
+        launch = self._get(table.alignment, (first | second) % 16 == 0, messages == 1)[items, 1, 1]
         arguments = (
             first,
             second,
@@ -97,9 +101,10 @@ class _TritonParts:
         rows: int,
         alignment: int = 8,
         aligned: bool = True,
+        one: bool = False,
     ) -> None:
         self.what, self.each, self.finish, self.tables = what, each, finish, tables
-        self.rows, self.alignment, self.aligned = rows, alignment, aligned
+        self.rows, self.alignment, self.aligned, self.one = rows, alignment, aligned, one
 
     def text(self) -> str:
         tile, rows = self.what.tile, self.rows
@@ -204,14 +209,17 @@ class _TritonParts:
                 *self._write(self.each.results, masked),
             ]
         sums = [v.name for v in self.finish.elements]
-        return [
-            *self._read(self.each, masked),
-            *self._statements(self.each),
-            *(f"{s} = {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
+        more = [
             "for message in range(1, messages):",
             *("    " + line for line in self._read(self.each, masked, "message * stride")),
             *("    " + line for line in self._statements(self.each)),
             *(f"    {s} = {s} + {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
+        ]
+        return [
+            *self._read(self.each, masked),
+            *self._statements(self.each),
+            *(f"{s} = {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
+            *([] if self.one else more),
             *(self._inside(i, s) for i, s in enumerate(sums) if masked),
             *self._statements(self.finish),
             *self._write(self.finish.results, masked),
