@@ -32,6 +32,7 @@ class Communicator:
         self._idle = idle
         self.link = idle.pop() if idle else GroupLink(self._new_group(ranks, backend))
         self.workspaces = Workspaces()  # of collectives on a CPU, one after the other
+        self.reductions = 0  # that `lowp.all_reduce` has done
         self.closed = False
 
     def _new_group(self, ranks: list[int], backend: str) -> Any:
