@@ -47,7 +47,7 @@ def all_reduce(
         settings: scale, rounding, reduction, accumulate, kahan, nonfinite, seed ... as for `lowp.compress_gradients`.
         step: for schedules, and for stochastic rounding: another number, other noise.
 
-    Returns what was sent and how long it took. (On CUDA, seconds and fractions are those of one call in 16, and 0 in the others:
+    Returns what was sent and how long it took. (On CUDA, seconds and fractions are known of one call in 16, else they are 0:
     to know them, the host would have to wait for the device.)
     """
     chosen = Settings.of(format, **settings)
