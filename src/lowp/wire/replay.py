@@ -56,7 +56,7 @@ class RecordingLink(GroupLink):
         return kept
 
 
-class _Recorder(ChunkScheduler):
+class _GraphScheduler(ChunkScheduler):
     """Runs the generators of one bucket. Where messages are to be started, it ends one graph and begins the next."""
 
     def __init__(self, link: RecordingLink) -> None:
@@ -120,7 +120,7 @@ class ReplayedBucket:
 
     def _record(self) -> None:
         link, found = RecordingLink(self._link), []
-        exchange, recorder = self._make(link, found.append, Meter(samples=False)), _Recorder(link)
+        exchange, recorder = self._make(link, found.append, Meter(samples=False)), _GraphScheduler(link)
         try:
             recorder.record(exchange)
         except RuntimeError as error:
