@@ -115,12 +115,14 @@ def model(width: int = 96, depth: int = 6) -> nn.Sequential:
     return nn.Sequential(*itertools.chain.from_iterable((layer, nn.Tanh()) for layer in layers))
 
 
-def ddp_steps(device: torch.device, format: str, options: Mapping[str, Any]) -> tuple[int, str, list[str]]:
-    """Three steps with several buckets: how many, a digest of the gradients, and what differs from a virtual world.
+def ddp_steps(
+    device: torch.device, format: str, options: Mapping[str, Any], policy: str = "never", steps: int = 3
+) -> tuple[int, str, list[str]]:
+    """Some steps with several buckets: how many, a digest of the gradients, and what differs from a virtual world.
 
-    The virtual world gets the gradients that the hook got, from all ranks.
+    The virtual world gets the gradients that the hook got, from all ranks. With kernels, later steps are recorded on CUDA.
     """
-    lowp.set_kernel_policy("never")
+    lowp.set_kernel_policy(policy)
     world, rank = dist.get_world_size(), dist.get_rank()
     ddp = DistributedDataParallel(model().to(device), bucket_cap_mb=0.03)
     sent: list[Tensor] = []
@@ -138,7 +140,7 @@ def ddp_steps(device: torch.device, format: str, options: Mapping[str, Any]) -> 
     shapes = {name: parameter.shape for name, parameter in ddp.module.named_parameters()}
     exchange = VirtualExchange(world, shapes, Settings.of(format, **options))
     wrong, found = [], []
-    for step in range(3):
+    for step in range(steps):
         sent.clear()
         ddp.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + rank)
@@ -154,7 +156,11 @@ def ddp_steps(device: torch.device, format: str, options: Mapping[str, Any]) -> 
             if not torch.equal(canonical_bits(gradient), canonical_bits(wanted[name]))
         ]
     buckets = len(handle.buckets)
+    seen = handle._compressor._replays._seen.values()
+    if device.type == "cuda" and policy != "never" and not any(each.replayed for each in seen):
+        wrong.append("nothing was recorded")
     handle.remove()
+    lowp.set_kernel_policy("never")
     return buckets, digest(found), wrong
 
 

@@ -34,13 +34,16 @@ SIZES = (1, 7, 64, 101, 13)
 VARIANTS = ({}, {"rounding": "stochastic", "seed": 5}, {"kahan": True, "accumulate": "e6m5"}, {"error_feedback": True})
 TURNS = len(SCALES)
 ON_CPU = ("two_shot",)  # of the ordinary suite: the ranks' program works. tests/wire/test_worlds.py compares all reductions.
-DDP: dict[str, tuple[str, dict[str, Any]]] = {
+DDP: dict[str, tuple[Any, ...]] = {
     "e5m2 aps": ("e5m2", {"scale": "aps"}),
     "e4m3fn local, stochastic": ("e4m3fn", {"scale": "local", "rounding": "stochastic"}),
     "e2m1fn block:32, error feedback": ("e2m1fn", {"scale": "block:32", "error_feedback": True}),
     "mxfp4, norms and biases in fp32": ("mxfp4", {"skip": "1d"}),
     "e5m2 aps_delayed, ring": ("e5m2", {"scale": "aps_delayed", "reduction": "ring"}),
     "topk": ("topk:0.1:e4m3fn", {"error_feedback": True}),
+    "e5m2 aps, recorded": ("e5m2", {"scale": "aps"}, "auto", 8),
+    "e4m3fn one_shot, recorded": ("e4m3fn", {"reduction": "one_shot"}, "auto", 8),
+    "mxfp4, recorded": ("mxfp4", {"skip": "1d"}, "auto", 8),
 }
 FSDP = {
     "exact": ("e5m2", "e4m3fn", "none"),

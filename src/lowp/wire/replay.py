@@ -48,7 +48,11 @@ class RecordingLink(GroupLink):
 
     def start(self, begin: Begin) -> list[Pending]:
         self._kept.append(begin)
-        return []
+        return [Pending(None, "recorded")]  # something to wait for: here a graph ends
+
+    @property
+    def has_messages(self) -> bool:
+        return bool(self._kept)
 
     def taken(self) -> list[Begin]:
         """What was to be started since the last call."""
@@ -84,7 +88,7 @@ class _GraphScheduler(ChunkScheduler):
             self.segments.append((graph, self._link.taken()))
 
     def _wait(self, task: Task) -> None:
-        if self._link._kept:
+        if task.pending and self._link.has_messages:  # those of other chunks may have been taken with the last graph
             self._end()
             self._begin()
         task.waits += 1
