@@ -70,13 +70,12 @@ class CommThread:
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         scheduler = ChunkScheduler()
-        try:
-            with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
+            try:
                 bucket.exchange.start(scheduler)
                 scheduler.run()
-        except Exception as error:
-            self._fail(error, bucket.name, scheduler)
-        with torch.cuda.stream(self._stream):
+            except Exception as error:
+                self._fail(error, bucket.name, scheduler)
             bucket.arrived()
 
     def _carry(self) -> None:
