@@ -2,7 +2,7 @@
 
 A message part has the bytes of n float32 numbers of one layer:
 
-    indices   with top-k: which numbers were kept
+    positions with top-k: which numbers were kept (kept.py); what follows is of these alone
     payload   the codes of the (scaled) numbers
     high      formats of 9 to 15 bits: what of each code goes beyond its first byte
     scales    block formats: one code a block; then one float32 for the whole part, where the format has one (nvfp4)
@@ -33,9 +33,8 @@ from lowp.tensor.noise import Noise
 from lowp.tensor.ops import decode, encode, quantize
 from lowp.tensor.packing import group
 from lowp.wire import scaling
+from lowp.wire.kept import PIECE, KeptRow, KeptTable, position_bytes
 from lowp.wire.scaling import Scale, scale_of
-
-_PIECE = 1 << 16  # elements; an index of a kept number is counted in pieces of this length and takes two bytes
 
 
 def check_format(fmt: AnyFormat) -> AnyFormat:
@@ -76,7 +75,7 @@ class PartLayout:
         fmt, kept = codec.format, codec.kept(count)
         element = fmt.element if isinstance(fmt, BlockFormat) else fmt
         blocks = -(-kept // fmt.size) * -(-fmt.scale.bits // 8) if isinstance(fmt, BlockFormat) else 0
-        payload = 0 if codec.keep == 1 else _aligned(kept * codec.index_dtype(count).itemsize)
+        payload = 0 if codec.keep == 1 else _aligned(position_bytes(kept, count))
         high = payload + (packed_bytes(kept, element.bits) if element.bits < 8 else kept * (element.bits // 8))
         scales = high
         if 8 < element.bits < 16:
@@ -135,8 +134,10 @@ class Codec:
         """How many of `count` numbers are sent."""
         return count if self.keep == 1 else min(count, self.ranks * math.ceil(self.keep * count))
 
-    def index_dtype(self, count: int) -> torch.dtype:
-        return torch.int16 if count <= _PIECE else torch.int32
+    @property
+    def of_kept(self) -> "Codec":
+        """With top-k, the codec of the numbers that are kept: their bytes follow the positions."""
+        return replace(self, keep=1.0, ranks=1)
 
     def header_bytes(self, count: int) -> int:
         if self.scale.kind == "block":
@@ -155,10 +156,9 @@ class Codec:
         count = numbers.numel()
         layout = PartLayout.of(self, count)
         if self.keep < 1:
-            indices = _indices_of_largest(numbers, self.kept(count))
-            stored = indices.to(self.index_dtype(count)).view(torch.uint8)
-            out[: stored.numel()] = stored
-            numbers = numbers[indices]
+            kept = self._table(count).choose(numbers, out)
+            self.of_kept.encode(kept, out[layout.payload :], noise, peak)
+            return
         header = out[layout.header : layout.header + self.header_bytes(count)]
         if self.scale.kind == "local":
             header.copy_(scaling.fitting_bytes(scaling.largest(numbers).reshape(1), self.format))
@@ -192,23 +192,25 @@ class Codec:
         """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite)."""
         count = out.numel()
         layout = PartLayout.of(self, count)
-        values = out if self.keep == 1 else out.new_empty(self.kept(count))
-        self._get(message, layout, values)
+        if self.keep < 1:
+            kept = out.new_empty(self.kept(count))
+            self.of_kept.decode(message[layout.payload :], kept, peak)
+            self._table(count).add(message, kept, out)
+            return
+        self._get(message, layout, out)
         header = message[layout.header : layout.header + self.header_bytes(count)]
         if self.scale.kind == "local":
-            values.mul_(scaling.units_of(header))
+            out.mul_(scaling.units_of(header))
         elif self.scale.kind == "block":
-            whole = values.numel() // self.scale.block * self.scale.block
+            whole = count // self.scale.block * self.scale.block
             units = scaling.units_of(header)
-            values[:whole].view(-1, self.scale.block).mul_(units[: whole // self.scale.block, None])
-            values[whole:].mul_(units[-1])
-        if self.keep < 1:
-            dtype = self.index_dtype(count)
-            indices = message[: values.numel() * dtype.itemsize].view(dtype).to(torch.int64)
-            out.zero_()
-            out[indices & 0xFFFF if dtype == torch.int16 else indices] = values
+            out[:whole].view(-1, self.scale.block).mul_(units[: whole // self.scale.block, None])
+            out[whole:].mul_(units[-1])
         if peak is not None and header.numel():
             peak.copy_(header if header.numel() == 1 else header.amax(0, keepdim=True))
+
+    def _table(self, count: int) -> KeptTable:
+        return KeptTable([KeptRow(count, self.kept(count), 0, 0, 0)])
 
     def _get(self, message: Tensor, layout: PartLayout, out: Tensor) -> None:
         fmt, count = self.format, out.numel()
@@ -303,16 +305,6 @@ def placed_bits(bits: int) -> tuple[tuple[int, int, int], ...]:
     return tuple((byte, vector, shift) for byte, vector, shift in every if -bits < shift < 8)
 
 
-def _indices_of_largest(numbers: Tensor, count: int) -> Tensor:
-    """Ascending; of equal magnitudes the first ones, so that every chip chooses the same. NaN counts as the largest."""
-    magnitude = numbers.abs().nan_to_num(math.inf, math.inf)
-    threshold = torch.topk(magnitude, count, sorted=False).values.amin()
-    above = magnitude > threshold
-    ties = magnitude == threshold
-    chosen = above | (ties & (ties.cumsum(0) <= count - above.sum()))
-    return torch.nonzero_static(chosen, size=count).view(-1)
-
-
 def codec_of(text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale" = "local") -> Codec:
     """A codec from a format ("e5m2"), or "topk:<fraction>" with an optional format for the values ("topk:.01:e4m3fn")."""
     if isinstance(text, Codec):
@@ -341,4 +333,4 @@ def total_codec(codec: Codec, world: int) -> Codec:
         return codec
     wider = replace(codec, ranks=world)
     dense = replace(codec, keep=1.0)
-    return dense if dense.wire_bytes(_PIECE) <= wider.wire_bytes(_PIECE) else wider
+    return dense if dense.wire_bytes(PIECE) <= wider.wire_bytes(PIECE) else wider
