@@ -36,6 +36,10 @@ from lowp.wire import scaling
 from lowp.wire.kept import PIECE, KeptRow, KeptTable, position_bytes
 from lowp.wire.scaling import Scale, scale_of
 
+ROOM, EVERY = 2, "all"
+"""Sums of top-k have room for so many ranks' choices, and the largest numbers of a sum are sent. A sum has numbers wherever one
+rank has kept one: room for every rank's choice (`EVERY`) takes the bytes of one message times the number of ranks."""
+
 
 def check_format(fmt: AnyFormat) -> AnyFormat:
     """A format that gradients can travel in."""
@@ -98,7 +102,8 @@ class Codec:
     rounding: str = "nearest"
     scale: Scale = Scale("local")  # noqa: RUF009  # frozen
     keep: float = 1.0
-    ranks: int = 1  # of how many ranks' choices there is room for: sums of top-k have numbers wherever one rank kept one
+    ranks: int = 1  # of how many ranks' choices there is room for, in sums of top-k
+    room: int | None = ROOM  # the largest `ranks` of a sum; None: every rank's
 
     def __post_init__(self) -> None:
         check_format(self.format)
@@ -106,10 +111,13 @@ class Codec:
             raise ValueError(f"unknown rounding {self.rounding!r}; it is one of {', '.join(Rounding)}")
         if not 0 < self.keep <= 1:
             raise ValueError(f"top-k keeps a fraction of the numbers above 0 and up to 1, not {self.keep}")
+        if self.room is not None and self.room < 1:
+            raise ValueError(f"sums of top-k have room for at least one rank's choice, not {self.room}")
 
     def __str__(self) -> str:
         kept = "" if self.keep == 1 else f"topk:{self.keep:g}:"
-        return f"{kept}{self.format}/{self.scale}" + ("" if self.rounding == "nearest" else f"/{self.rounding}")
+        room = "" if self.keep == 1 or self.room == ROOM else f":{self.room or EVERY}"
+        return f"{kept}{self.format}{room}/{self.scale}" + ("" if self.rounding == "nearest" else f"/{self.rounding}")
 
     @property
     def stochastic(self) -> bool:
@@ -306,31 +314,36 @@ def placed_bits(bits: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def codec_of(text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale" = "local") -> Codec:
-    """A codec from a format ("e5m2"), or "topk:<fraction>" with an optional format for the values ("topk:.01:e4m3fn")."""
+    """A codec from a format ("e5m2"), or from top-k's notation: "topk:.01", "topk:.01:e4m3fn", "topk:.01:e4m3fn:all".
+
+    The last word says for how many ranks' choices a sum has room: a number, or "all".
+    """
     if isinstance(text, Codec):
         return text
-    keep = 1.0
-    if isinstance(text, str) and text.startswith("topk:"):
-        _, fraction, *rest = text.split(":")
-        try:
-            keep = float(fraction)
-        except ValueError:
-            raise ValueError(f"top-k is written topk:<fraction>[:<format>], say topk:0.01:e4m3fn, not {text!r}") from None
-        text = rest[0] if rest else "fp32"
-    return Codec(parse_format(text), rounding, scale_of(scale), keep)
+    if not isinstance(text, str) or not text.startswith("topk:"):
+        return Codec(parse_format(text), rounding, scale_of(scale))
+    _, fraction, *more = text.split(":")
+    try:
+        if len(more) > 2:
+            raise ValueError
+        keep, room = float(fraction), None if more[1:] == [EVERY] else int(more[1]) if more[1:] else ROOM
+    except ValueError:
+        how = "topk:<fraction>[:<format>[:<room>]], say topk:0.01, topk:0.01:e4m3fn or topk:0.01:e4m3fn:all"
+        raise ValueError(f"top-k is written {how}, not {text!r}") from None
+    return Codec(parse_format(more[0] if more else "fp32"), rounding, scale_of(scale), keep, room=room)
 
 
 @lru_cache(maxsize=1024)
 def partial_codec(codec: Codec, accumulate: AnyFormat, world: int) -> Codec:
-    """For sums on the way: the codec in the format of sums. What top-k kept on several ranks is kept."""
+    """For sums on the way: the codec in the format of sums, with as much room as the sum of all."""
     return replace(total_codec(codec, world), format=accumulate)
 
 
 @lru_cache(maxsize=1024)
 def total_codec(codec: Codec, world: int) -> Codec:
-    """For the sum of all ranks: with top-k, room for everything that any of them kept."""
+    """For the sum of all ranks: with top-k, as much of it as there is room for; all of it where that takes fewer bytes."""
     if codec.keep == 1:
         return codec
-    wider = replace(codec, ranks=world)
+    wider = replace(codec, ranks=world if codec.room is None else min(world, codec.room))
     dense = replace(codec, keep=1.0)
     return dense if dense.wire_bytes(PIECE) <= wider.wire_bytes(PIECE) else wider

@@ -8,6 +8,7 @@ Stages of a gradient's way:
 - NODE: the sum of a node, rounded to the wire's format;
 - PARTIAL: a sum on the way, rounded to the format of sums after every addition;
 - TOTAL: the sum of all ranks, rounded once more to the wire's format. Every rank decodes the same bytes.
+- HANDED_OUT: the sum of all ranks on its way within a node, in the format of sums, where every node has computed it.
 
 With error feedback, what is lost at any of them is kept by the rank that rounds (feedback.py).
 """
@@ -48,6 +49,7 @@ class Stage(enum.IntEnum):
     KAHAN_ADDEND = 9
     KAHAN_DIFFERENCE = 10
     KAHAN_LOST = 11
+    HANDED_OUT = 12
 
 
 @dataclass
@@ -94,7 +96,7 @@ class Rules:
                 return part.codec
             case Stage.TOTAL:
                 return total_codec(part.codec, self.world)
-            case Stage.INSIDE:
+            case Stage.INSIDE | Stage.HANDED_OUT:
                 return replace(part.codec, format=self.accumulate or FP32, keep=1.0)
             case _:
                 return partial_codec(part.codec, self.accumulate or part.codec.format, self.world)
@@ -122,7 +124,7 @@ class Rules:
         messages = self.messages(shard, stage)
         message = self.room(shard, stage, load.numbers.device) if out is None else out
         noisy = Stage.SENT if stage == Stage.PARTIAL else stage
-        if stage == Stage.TOTAL:
+        if stage in (Stage.TOTAL, Stage.HANDED_OUT):
             load = self._marked(load, messages)
         self.encode(messages, load.numbers, message[: messages.length], noisy, actor, None, load.peaks, load.maxima)
         if load.lost is not None and stage == Stage.PARTIAL:
@@ -273,8 +275,9 @@ class Rules:
         with self.timed("decode", messages.device):
             flat, count = messages.view(-1), len(messages)
             numbers = self.workspace.scratch(shard.size, torch.float32, messages.device) if out is None else out
-            maxima = layout.decode(flat, numbers, None, 1, count, layout.length, wanted_of_total, self.workspace)
             same = all(total_codec(group.codec, self.world) == group.codec for group in layout.groups)
+            wanted = wanted_of_total if same else None  # what is known of the sum is for the total's encoder
+            maxima = layout.decode(flat, numbers, None, 1, count, layout.length, wanted, self.workspace)
             # What is not finite makes the sum so; only peaks that were sent along must be known.
             peaks = layout.no_peaks(messages.device)
             if layout.sends_peaks:
@@ -294,7 +297,7 @@ class Rules:
         self.write(self.fold_messages(messages, shard, Stage.ADDEND, actors), shard, Stage.TOTAL, 0, out)
 
     def _noises(self, stage: Stage, actor: int) -> PartNoise:
-        level = 0 if stage == Stage.TOTAL else self.level  # the total is everybody's
+        level = 0 if stage in (Stage.TOTAL, Stage.HANDED_OUT) else self.level  # the total is everybody's
         return PartNoise(self.domain, self.seed, self.step, level, stage, actor)
 
     def adds_plainly(self, shard: Shard) -> bool:

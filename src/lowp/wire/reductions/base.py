@@ -307,8 +307,13 @@ class Reduction(ABC):
     """Frozen; printed as the name that `reduction_of` parses."""
 
     one_order = False  # are all shards added in the same order of ranks, so that it does not matter where a chunk is cut?
-    rounds_total = True  # is the sum of all ranks rounded to the wire's format, to be sent?
+    rounds_total = True  # is the sum of all ranks rounded, to be sent?
     sums_in_format = True  # are partial sums rounded to the wire's format unless told otherwise?
+
+    @property
+    def total_stage(self) -> Stage:
+        """As what the sum of all ranks is rounded, to be sent."""
+        return Stage.TOTAL
 
     def shards(self, world: int) -> int:
         return world
