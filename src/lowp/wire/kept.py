@@ -242,7 +242,7 @@ def _chosen(keys: Tensor, part: Tensor, kept: Tensor, before: Tensor) -> Tensor:
         wanted, found = wanted - in_these.view(-1), found * bins + (bins - 1) - above.view(-1)
     threshold = found[part]
     equal = keys == threshold
-    number = torch.nn.functional.pad(equal.cumsum(0), (1, 0))  # of those that are equal, over all parts
+    number = torch.nn.functional.pad(equal.cumsum(0, dtype=torch.int32), (1, 0))  # of those that are equal, over all parts
     return (keys > threshold) | (equal & (number[1:] <= (number[before] + wanted)[part]))
 
 

@@ -211,6 +211,7 @@ def _through_gather(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
     for j in sums:
         messages = [encoded[j] if node == nodes[here] else came[holder(node, j)][j] for node in nodes]
         whole = between.fold_messages(torch.stack(messages), shards[j], Stage.NODE, range(len(nodes)))
+        whole.maxima = None  # they are for the wire's format
         totals[j] = last.write(whole, shards[j], Stage.HANDED_OUT, 0, job.room_for([j], Stage.HANDED_OUT))
     yield from _hand_out(job, nodes[here], shards_of, totals, Stage.HANDED_OUT)
 
