@@ -12,6 +12,7 @@ from lowp.wire.codec import PartLayout, codec_of
 from lowp.wire.kept import PIECE, KeptRow, KeptTable, position_bytes
 from lowp.wire.messages import Messages
 from lowp.wire.plan import Layer, chunks_of
+from lowp.wire.reductions import REDUCTIONS
 from lowp.wire.virtual import VirtualExchange
 
 
@@ -184,3 +185,35 @@ def test_what_a_sum_has_no_room_for_comes_later():
     found += [exchange.reduce(lambda rank: {"weight": torch.zeros(8)}, mean=False)["weight"] for _ in range(2)]
     assert [int(total.sum()) for total in found] == [2, 1, 1]
     assert sum(found).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def one_each(ranks, size=16):
+    """Rank r has 1 + r at place r."""
+    return [torch.zeros(size).index_fill_(0, torch.tensor([rank]), 1.0 + rank) for rank in range(ranks)]
+
+
+def test_gathered_sums_of_nodes_are_whole():
+    """Four nodes of two ranks, of which each keeps one number; hierarchical(2) sends the two largest of the sum on."""
+    rows = one_each(8)
+    kept = {str(r): lowp.VirtualWorld(8).all_reduce(rows, "topk:0.01", reduction=r) for r in REDUCTIONS if "hier" in str(r)}
+    both = sum(rows).view(2, 8)  # the chunk's two shards lie one after the other: each keeps one of every node
+    assert kept["hierarchical(2, gather)"].view(2, 8)[0].tolist() == [0, 2, 0, 4, 0, 6, 0, 8]
+    assert torch.equal(kept["hierarchical(2, gather)"].view(2, 8)[1], both[1])
+    assert (kept["hierarchical(2, leaders)"] != 0).sum() == 2
+
+
+def test_inside_a_node_nothing_is_dropped():
+    """Sums in memory are rounded to the format of sums, and not chosen from: 2 is among the smaller ones of the first rank."""
+    rows = [torch.tensor([3, 2, 2.5, 0, 0, 0, 0, 0]), torch.tensor([0, 2.5, 0, 0, 0, 0, 0, 0])]
+    for reduction in ("hierarchical(2, leaders)", "hierarchical(8, leaders)"):
+        total = lowp.VirtualWorld(2).all_reduce(rows, "topk:0.01", reduction=reduction, accumulate="bf16")
+        assert total.tolist() == [0, 4.5, 0, 0, 0, 0, 0, 0]
+
+
+def test_sums_of_nodes_have_room_for_nodes():
+    """Not for ranks, though "all" is asked for: two nodes of 32."""
+    shapes = {"weight": torch.Size([1 << 18])}
+    every, two = (
+        VirtualExchange(64, shapes, f"topk:0.01:fp32:{room}", reduction="hierarchical(32)").bytes_sent() for room in ("all", 2)
+    )
+    assert every == two

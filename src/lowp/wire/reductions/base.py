@@ -91,7 +91,7 @@ class ChunkJob:
     def messages(self, indices: Sequence[int], stage: Stage, begins: Sequence[int] | None = None) -> Messages:
         """Where the parts of some shards lie in one buffer. Worked out once."""
         rules = self.rules
-        kind = (tuple(indices), stage, rules.accumulate, rules.world, None if begins is None else tuple(begins))
+        kind = (tuple(indices), stage, rules.accumulate, rules.choices, None if begins is None else tuple(begins))
         if kind not in self.chunk.messages:
             shards = [self.chunk.shards[index] for index in indices]
             starts = [shard.start for shard in shards]
@@ -146,7 +146,7 @@ class ChunkJob:
 
     def _kept(self, name: Any, make: Callable[[], Any]) -> Any:
         """What depends on the chunk's cut and the codecs alone."""
-        kind = name, self.rules.accumulate, self.rules.world
+        kind = name, self.rules.accumulate, self.rules.choices
         if kind not in self.chunk.messages:
             self.chunk.messages[kind] = make()
         return self.chunk.messages[kind]
@@ -316,6 +316,10 @@ class Reduction(ABC):
         return Stage.TOTAL
 
     def shards(self, world: int) -> int:
+        return world
+
+    def addends(self, world: int) -> int:
+        """How many messages in the wire's format are added up: one of each rank, or of each node."""
         return world
 
     def steps(self, world: int) -> int | None:

@@ -69,7 +69,7 @@ class Hierarchical(Reduction):
     between them, in the wire's format): all links out of a node are used at once, and each carries 1 / size of the message.
 
     `gather` (arXiv 2010.10458, made for top-k): the same, with one_shot between nodes. The nodes' sums are encoded once; their
-    sum is not rounded to the wire's format, so that top-k drops nothing of it, and is handed out in `accumulate`. A link out
+    sum is not rounded to the wire's format, top-k drops nothing of it, and it is handed out in `accumulate`. A link out
     of a node carries (nodes - 1) / size messages, instead of about 2 / size: for few nodes.
 
     `leaders` (arXiv 1807.11205): everything goes to the node's first rank; the leaders form a ring; then it is handed out.
@@ -99,6 +99,9 @@ class Hierarchical(Reduction):
     def shards(self, world: int) -> int:
         nodes, columns = len(self._nodes(world)), min(self.size, world)
         return {"leaders": nodes, "gather": columns, "shards": nodes * columns}[self.variant]
+
+    def addends(self, world: int) -> int:
+        return len(self._nodes(world))
 
     def _between(self, rules: Rules) -> Rules:
         """The rules between nodes: sums in float32 at their owners, or partial sums that travel in the wire's format."""
