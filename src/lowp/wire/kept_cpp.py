@@ -82,7 +82,7 @@ static long count(const float* x, long size, f32 factor, long step, Counts& coun
 // A threshold that is probably below the k-th largest, but not by much.
 static int32_t estimated(const float* x, long size, long kept, f32 factor, Counts& counts) {
     if (size < 64 * LANES) return 0;
-    const double share = (double)count(x, size, factor, size < PIECE ? 16 : 64, counts) / size * kept;
+    const double share = (double)count(x, size, factor, size < 8192 ? 16 : size < PIECE ? 32 : 64, counts) / size * kept;
     long wanted = (long)(1.2 * share + 4 * sqrt(share) + 4);
     return (int32_t)(counts.bin_of(counts.most >> SHIFT, wanted) << SHIFT);
 }
@@ -131,6 +131,15 @@ static void keep(int32_t* keys, int32_t* places, long found, int32_t threshold, 
         if (keys[c] > threshold || (keys[c] == threshold && wanted-- > 0)) places[slot++] = places[c];
 }
 
+// Positions of all numbers but zeros, and of the first zeros. Up to the last zero that is kept, everything is.
+static void add_zeros(int32_t* places, long found, long kept) {
+    long upto = 0, passed = 0;
+    for (long zeros = kept - found; zeros > 0; upto++)
+        if (passed < found && places[passed] == upto) passed++; else zeros--;
+    memmove(places + upto, places + passed, (found - passed) * sizeof(int32_t));
+    for (long i = 0; i < upto; i++) places[i] = (int32_t)i;
+}
+
 extern "C" void run(const float* numbers, const float* factors, char* out, float* values, int32_t* room, const int64_t* table,
                     long parts, long threads) {"""
     + _PART
@@ -140,16 +149,21 @@ extern "C" void run(const float* numbers, const float* factors, char* out, float
         int32_t* keys = room + 3 * (before + LANES * part);
         int32_t *places = keys + size + LANES, *rest = places + size + LANES;
         Counts counts;
-        long found = candidates(x, size, factor, estimated(x, size, kept, factor, counts), keys, places, counts);
-        if (found < kept) {  // the sample was not like the others
+        int32_t low = std::max(estimated(x, size, kept, factor, counts), 1);  // zeros are many, or not needed
+        long found = candidates(x, size, factor, low, keys, places, counts);
+        if (found < kept && low > 1) {  // the sample was not like the others
             count(x, size, factor, 1, counts);
             long wanted = kept;
-            const int32_t low = (int32_t)(counts.bin_of(counts.most >> SHIFT, wanted) << SHIFT);
+            low = std::max((int32_t)(counts.bin_of(counts.most >> SHIFT, wanted) << SHIFT), 1);
             found = candidates(x, size, factor, low, keys, places, counts);
         }
-        long wanted = kept, equal = 0;
-        const int32_t threshold = threshold_of(keys, found, rest, wanted, equal, counts);
-        keep(keys, places, found, threshold, wanted, wanted == equal);
+        if (found < kept) {
+            add_zeros(places, found, kept);
+        } else {
+            long wanted = kept, equal = 0;
+            const int32_t threshold = threshold_of(keys, found, rest, wanted, equal, counts);
+            keep(keys, places, found, threshold, wanted, wanted == equal);
+        }
         uint16_t* words = (uint16_t*)(out + begin);
         for (long slot = 0; slot < kept; slot++) words[slot] = (uint16_t)places[slot];
         for (long slot = 0; slot < kept; slot++) values[slots + slot] = x[places[slot]];
