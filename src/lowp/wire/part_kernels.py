@@ -6,7 +6,9 @@
 - fold: messages to the message of their sum, where nothing must be known of all of the sum first;
 - round: numbers as sending and receiving would make them, in place.
 
-A codec that has no kernel (top-k; blocks that are no multiple of 16) is worked on part by part, by the codec's own operations,
+With top-k, this is done to the kept numbers (sparse.py).
+
+A codec that has no kernel (blocks that are no multiple of 16) is worked on part by part, by the codec's own operations,
 as is everything where no kernel can be compiled. The bytes are the same.
 """
 
