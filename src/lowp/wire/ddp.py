@@ -210,8 +210,8 @@ def compress_gradients(
         scale: "none", "aps" (Auto Precision Scaling: per layer, agreed between ranks), "aps_delayed" (last step's), "local"
             (each message's own), or "block:<n>".
         reduction: "two_shot" (adds in float32, two roundings), "one_shot" (one rounding; for two ranks, or small tensors),
-            "ring", "tree", "sequential" (partial sums in the format), "hierarchical(k)", "hierarchical(k, gather)" (for top-k on
-            few nodes) and "hierarchical(k, leaders)" for nodes of k ranks, "hybrid" (by size), or "auto": two_shot (on two
+            "ring", "tree", "sequential" (partial sums in the format), "hierarchical(k)", "hierarchical(k, gather)" (for top-k
+            on few nodes) and "hierarchical(k, leaders)" for nodes of k ranks, "hybrid" (by size), or "auto": two_shot (on two
             ranks one_shot) if a measurement at start finds it faster than float32, else no compression.
         rounding: any of lowp's; "stochastic" takes `seed`.
         skip: what stays in float32: "1d" (biases and norms), "last" (the last layer that has a matrix), or name patterns such

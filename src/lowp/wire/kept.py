@@ -109,10 +109,18 @@ class KeptTable:
 
         Sums are float32, then times the factor of their layer, then divided.
         """
-        if out.dtype == torch.float32 and (kernel := self._kernel(_ADD, out.device)) is not None:
+        if (kernel := self._kernel(_ADD, out.device)) is None:
+            self._add_plainly(source, values, out, factors, divisor, messages, stride)
+        elif out.dtype == torch.float32:
             kernel(self, source, values, out, factors, divisor, messages, stride)
         else:
-            self._add_plainly(source, values, out, factors, divisor, messages, stride)
+            sums = torch.empty(out.shape, dtype=torch.float32)
+            kernel(self, source, values, sums, factors, divisor, messages, stride)
+            if self._span is None:
+                places = self._places(self._parts(out.device))
+                out.index_copy_(0, places, sums[places].to(out.dtype))
+            else:
+                out[slice(*self._span)] = sums[slice(*self._span)]
 
     def _kernel(self, kind: str, device: torch.device) -> Any:
         return kernels.get_or_build(kind, device, self.elements, _build) if device.type == "cpu" else None
