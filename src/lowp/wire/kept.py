@@ -23,7 +23,7 @@ have no sign here: -0.0 arrives as 0.0.
 """
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,7 @@ class KeptTable:
         self.elements = sum(row.size for row in self.rows)
         self.slots = sum(row.kept for row in self.rows)
         self._columns: dict[torch.device, Tensor] = {}
+        self._ends_on: dict[torch.device, Tensor] = {}
 
     def columns(self, device: torch.device) -> Tensor:
         """int64 [9, parts]: size, kept, layer, start, begin; where the ends of its pieces begin; of all parts before it,
@@ -170,7 +171,9 @@ class KeptTable:
 
     def _ends(self, device: torch.device) -> Tensor:
         """The same: int64 [3, ends]."""
-        return _constant(tuple(self._inner_ends), device)
+        if device not in self._ends_on:
+            self._ends_on[device] = torch.tensor(self._inner_ends, dtype=torch.int64).t().contiguous().to(device)
+        return self._ends_on[device]
 
     def _choose_plainly(self, numbers: Tensor, out: Tensor, factors: Tensor | None) -> Tensor:
         device = numbers.device
@@ -252,12 +255,6 @@ def _chosen(keys: Tensor, part: Tensor, kept: Tensor, before: Tensor) -> Tensor:
     equal = keys == threshold
     number = torch.nn.functional.pad(equal.cumsum(0, dtype=torch.int32), (1, 0))  # of those that are equal, over all parts
     return (keys > threshold) | (equal & (number[1:] <= (number[before] + wanted)[part]))
-
-
-@lru_cache(maxsize=256)
-def _constant(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """int64 [columns, rows]."""
-    return torch.tensor(rows, dtype=torch.int64).t().contiguous().to(device)
 
 
 _CHOOSE, _ADD = "kept: choose", "kept: add"  # kernels
