@@ -15,7 +15,7 @@ The k-th largest magnitude is found without sorting. The bits of a magnitude, as
 3. Keep what is above the threshold, and of what is equal to it the first ones, until there are k.
 
 All parts of a message are worked on at once: on a CPU by a kernel (kept_cpp.py), which estimates a lower threshold from one
-vector in 16 first, so that one pass over all numbers leaves a few to be counted; elsewhere by some 90 operations of torch,
+vector in 16 to 64 first, so that one pass over all numbers leaves a few to be counted; elsewhere by some 90 operations of torch,
 whatever the number of parts.
 
 Sums: a number that was not kept counts as 0. In the order of messages each adds its numbers, in float32, to zeros. So zeros
