@@ -14,9 +14,9 @@ The k-th largest magnitude is found without sorting. The bits of a magnitude, as
 2. Among the numbers of that bin, the same with the next 10 bits, and then with the last 10: that is the threshold.
 3. Keep what is above the threshold, and of what is equal to it the first ones, until there are k.
 
-All parts of a message are worked on at once: on a CPU by a kernel (kept_cpp.py), which estimates a lower threshold from one
-vector in 16 to 64 first, so that one pass over all numbers leaves a few to be counted; elsewhere by some 90 operations of torch,
-whatever the number of parts.
+All parts of a message are worked on at once. On a CPU a kernel does it (kept_cpp.py), which estimates a lower threshold from
+one vector in 16 to 64 first, so that one pass over all numbers leaves a few to be counted. Elsewhere some 90 operations of
+torch do it, whatever the number of parts.
 
 Sums: a number that was not kept counts as 0. In the order of messages each adds its numbers, in float32, to zeros. So zeros
 have no sign here: -0.0 arrives as 0.0.
