@@ -16,6 +16,7 @@ NAMES = (
     "links",
     "wire_cuda",
     "errors",
+    "top_k",
     "optim",
     "sixteen_bits",
     "simulate",

@@ -128,10 +128,18 @@ def test_top_k_of_equal_numbers_takes_the_first():
     assert out.tolist() == [1.0] * 5 + [0.0] * 5
 
 
-def test_sums_of_top_k_have_room_for_every_rank():
-    codec = codec_of("topk:0.1:e4m3fn")
-    assert total_codec(codec, 3).kept(1000) == 300
-    assert total_codec(codec, 50).keep == 1.0
+def test_sums_of_top_k_have_room_for_some_ranks():
+    assert [total_codec(codec_of("topk:0.1:e4m3fn"), world).kept(1000) for world in (1, 2, 3, 50)] == [100, 200, 200, 200]
+    assert [total_codec(codec_of("topk:0.1:e4m3fn:4"), world).kept(1000) for world in (2, 5)] == [200, 1000]  # dense is shorter
+    every = codec_of("topk:0.1:e4m3fn:all")
+    assert total_codec(every, 3).kept(1000) == 300
+    assert total_codec(every, 50).keep == 1.0
+
+
+@pytest.mark.parametrize("text", ["topk:0.01:fp32", "topk:0.5:e4m3fn:1", "topk:0.01:e4m3fn:all"])
+def test_top_k_is_printed_as_it_is_written(text):
+    assert str(codec_of(text)) == f"{text}/local"
+    assert codec_of(str(codec_of(text)).removesuffix("/local")) == codec_of(text)
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
@@ -181,6 +189,9 @@ def test_stochastic_messages_draw_the_noise_of_their_place():
         ("tf32", "16 bits"),
         ("topk:2", "fraction"),
         ("topk:x", "topk:<fraction>"),
+        ("topk:0.1:e4m3fn:some", "topk:<fraction>"),
+        ("topk:0.1:e4m3fn:0", "room for at least one"),
+        ("topk:0.1:e4m3fn:2:2", "topk:<fraction>"),
         ("e4m3fm", "did you mean"),
     ],
 )

@@ -8,6 +8,7 @@ import lowp
 from lowp.tensor.kernels import building
 from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.exchange import BucketExchange, State
+from lowp.wire.kept import KeptRow, KeptTable
 from lowp.wire.report import Meter
 from lowp.wire.settings import Parameters, Settings
 from lowp.wire.warm_up import _Mute
@@ -21,6 +22,8 @@ CASES = [
     ("e5m2", {"scale": "aps", "error_feedback": True}),
     ("e5m2", {"scale": "aps_delayed"}),
     ("e5m2", {"scale": "aps", "layers": {"p1*": "fp32"}}),
+    ("topk:0.05", {}),
+    ("topk:0.05:e4m3fn", {"scale": "aps", "error_feedback": True}),
 ]
 VIEWS = ("view", "slice", "select", "as_strided", "unbind", "alias", "detach")
 
@@ -75,6 +78,24 @@ def test_operations_do_not_grow_with_the_layers(format, options, compiled_kernel
     assert few == many
     assert many.count("zero_") <= 2  # the bucket's, the chunk's
     assert len(many) < 110  # 2 to 15 on CUDA, where chains on a few numbers are a kernel each
+
+
+def test_nor_do_those_of_top_k_without_a_kernel():
+    """As on CUDA, where selection has none. What encodes the kept numbers has one there, and goes part by part here."""
+    few, many = (selection(layers) for layers in (20, 60))
+    assert few == many
+    assert len(many) < 130
+
+
+def selection(layers):
+    """The operations that choose positions, write them, read them and add two messages."""
+    rows = [KeptRow(40 + i % 3, 2, 0, 43 * i, 8 * i) for i in range(layers)]
+    table, x, message = KeptTable(rows), torch.randn(43 * layers), torch.zeros(2, 8 * layers, dtype=torch.uint8)
+    values = table.choose(x, message[0])  # makes the table's columns
+    with Counted() as counted:
+        table.choose(x, message[0])
+        table.add(message.view(-1), values.repeat(2), x, torch.ones(1), 3, 2, 8 * layers)
+    return counted.names
 
 
 def test_a_workspace_gives_the_same_tensors_again():

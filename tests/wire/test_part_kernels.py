@@ -145,6 +145,8 @@ CASES = [  # with kernels that other tests here have built: format, settings
     ("e2m1fn", {"scale": "block:32", "reduction": "hierarchical(2)"}),
     ("mxfp4", {"scale": "local", "reduction": "two_shot"}),
     ("nvfp4", {"scale": "none", "reduction": "tree"}),
+    ("topk:0.1", {"reduction": "two_shot"}),
+    ("topk:0.05:e4m3fn", {"scale": "local", "reduction": "hierarchical(2, gather)"}),
 ]
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowp
 from lowp.tensor import block_kernels, kernels
 from lowp.tensor.lists import parts
-from lowp.wire import warm_up
+from lowp.wire import kept, warm_up
 
 STEPS = 5
 CALLS_BEFORE_BUILD = 2  # of a kernel for small tensors, instead of 32: what 40 steps would build, 5 do
@@ -28,6 +28,7 @@ CASES = [
     ("mxfp4", {"error_feedback": True}),
     ("e6m9", {"reduction": "hierarchical(2)", "accumulate": "bf16"}),
     ("topk:0.05:e4m3fn", {"reduction": "hierarchical(2, leaders)"}),
+    ("topk:0.05", {"reduction": "hierarchical(2, gather)", "accumulate": "bf16"}),
     ("fp16", {"layers": {"small": "e5m2", "la*": "int4"}, "skip": "zero", "measure": True}),
     ("nf4", {"scale": "block:32", "layers": {"tiny": "fp32", "zero": "fp32"}}),  # one pass, but not beside float32
     ({0: "fp16", 2: "e5m2", 1000: "e2m1fn"}, {"scale": "aps"}),
@@ -64,6 +65,13 @@ class Pretended:
 
             return call
 
+        def of_kept(kind, device):
+            def call(table, *arguments):
+                outer.called.add(kind)
+                arguments[2].zero_()  # the message of a choice, or the sum
+
+            return call
+
         def of_few(chain, device):
             def call(tensors, out, numbers, *_):
                 outer.called.add(chain)
@@ -73,7 +81,7 @@ class Pretended:
             return call
 
         kernels._build, parts._build, block_kernels._build = Kernel, of_parts, of_blocks
-        kernels._build_elementwise = of_few
+        kernels._build_elementwise, kept._build = of_few, of_kept
         kernels.CALLS_BEFORE_BUILD = CALLS_BEFORE_BUILD
         lowp.set_kernel_policy("auto")
 

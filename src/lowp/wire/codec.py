@@ -2,7 +2,7 @@
 
 A message part has the bytes of n float32 numbers of one layer:
 
-    indices   with top-k: which numbers were kept
+    positions with top-k: which numbers were kept (kept.py); what follows is of these alone
     payload   the codes of the (scaled) numbers
     high      formats of 9 to 15 bits: what of each code goes beyond its first byte
     scales    block formats: one code a block; then one float32 for the whole part, where the format has one (nvfp4)
@@ -33,9 +33,12 @@ from lowp.tensor.noise import Noise
 from lowp.tensor.ops import decode, encode, quantize
 from lowp.tensor.packing import group
 from lowp.wire import scaling
+from lowp.wire.kept import PIECE, KeptRow, KeptTable, position_bytes
 from lowp.wire.scaling import Scale, scale_of
 
-_PIECE = 1 << 16  # elements; an index of a kept number is counted in pieces of this length and takes two bytes
+ROOM, EVERY = 2, "all"
+"""Sums of top-k have room for so many ranks' choices, and the largest numbers of a sum are sent. A sum has numbers wherever one
+rank has kept one: room for every rank's choice (`EVERY`) takes the bytes of one message times the number of ranks."""
 
 
 def check_format(fmt: AnyFormat) -> AnyFormat:
@@ -76,7 +79,7 @@ class PartLayout:
         fmt, kept = codec.format, codec.kept(count)
         element = fmt.element if isinstance(fmt, BlockFormat) else fmt
         blocks = -(-kept // fmt.size) * -(-fmt.scale.bits // 8) if isinstance(fmt, BlockFormat) else 0
-        payload = 0 if codec.keep == 1 else _aligned(kept * codec.index_dtype(count).itemsize)
+        payload = 0 if codec.keep == 1 else _aligned(position_bytes(kept, count))
         high = payload + (packed_bytes(kept, element.bits) if element.bits < 8 else kept * (element.bits // 8))
         scales = high
         if 8 < element.bits < 16:
@@ -99,7 +102,8 @@ class Codec:
     rounding: str = "nearest"
     scale: Scale = Scale("local")  # noqa: RUF009  # frozen
     keep: float = 1.0
-    ranks: int = 1  # of how many ranks' choices there is room for: sums of top-k have numbers wherever one rank kept one
+    ranks: int = 1  # of how many ranks' choices there is room for, in sums of top-k
+    room: int | None = ROOM  # the largest `ranks` of a sum; None: every rank's
 
     def __post_init__(self) -> None:
         check_format(self.format)
@@ -107,10 +111,13 @@ class Codec:
             raise ValueError(f"unknown rounding {self.rounding!r}; it is one of {', '.join(Rounding)}")
         if not 0 < self.keep <= 1:
             raise ValueError(f"top-k keeps a fraction of the numbers above 0 and up to 1, not {self.keep}")
+        if self.room is not None and self.room < 1:
+            raise ValueError(f"sums of top-k have room for at least one rank's choice, not {self.room}")
 
     def __str__(self) -> str:
         kept = "" if self.keep == 1 else f"topk:{self.keep:g}:"
-        return f"{kept}{self.format}/{self.scale}" + ("" if self.rounding == "nearest" else f"/{self.rounding}")
+        room = "" if self.keep == 1 or self.room == ROOM else f":{self.room or EVERY}"
+        return f"{kept}{self.format}{room}/{self.scale}" + ("" if self.rounding == "nearest" else f"/{self.rounding}")
 
     @property
     def stochastic(self) -> bool:
@@ -140,8 +147,10 @@ class Codec:
         """How many of `count` numbers are sent."""
         return count if self.keep == 1 else min(count, self.ranks * math.ceil(self.keep * count))
 
-    def index_dtype(self, count: int) -> torch.dtype:
-        return torch.int16 if count <= _PIECE else torch.int32
+    @property
+    def of_kept(self) -> "Codec":
+        """With top-k, the codec of the numbers that are kept: their bytes follow the positions."""
+        return replace(self, keep=1.0, ranks=1)
 
     def header_bytes(self, count: int) -> int:
         if self.scale.kind == "block":
@@ -160,10 +169,9 @@ class Codec:
         count = numbers.numel()
         layout = PartLayout.of(self, count)
         if self.keep < 1:
-            indices = _indices_of_largest(numbers, self.kept(count))
-            stored = indices.to(self.index_dtype(count)).view(torch.uint8)
-            out[: stored.numel()] = stored
-            numbers = numbers[indices]
+            kept = self._table(count).choose(numbers, out)
+            self.of_kept.encode(kept, out[layout.payload :], noise, peak)
+            return
         header = out[layout.header : layout.header + self.header_bytes(count)]
         if self.scale.kind == "local":
             header.copy_(scaling.fitting_bytes(scaling.largest(numbers).reshape(1), self.format))
@@ -197,23 +205,25 @@ class Codec:
         """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite)."""
         count = out.numel()
         layout = PartLayout.of(self, count)
-        values = out if self.keep == 1 else out.new_empty(self.kept(count))
-        self._get(message, layout, values)
+        if self.keep < 1:
+            kept = out.new_empty(self.kept(count))
+            self.of_kept.decode(message[layout.payload :], kept, peak)
+            self._table(count).add(message, kept, out)
+            return
+        self._get(message, layout, out)
         header = message[layout.header : layout.header + self.header_bytes(count)]
         if self.scale.kind == "local":
-            values.mul_(scaling.units_of(header))
+            out.mul_(scaling.units_of(header))
         elif self.scale.kind == "block":
-            whole = values.numel() // self.scale.block * self.scale.block
+            whole = count // self.scale.block * self.scale.block
             units = scaling.units_of(header)
-            values[:whole].view(-1, self.scale.block).mul_(units[: whole // self.scale.block, None])
-            values[whole:].mul_(units[-1])
-        if self.keep < 1:
-            dtype = self.index_dtype(count)
-            indices = message[: values.numel() * dtype.itemsize].view(dtype).to(torch.int64)
-            out.zero_()
-            out[indices & 0xFFFF if dtype == torch.int16 else indices] = values
+            out[:whole].view(-1, self.scale.block).mul_(units[: whole // self.scale.block, None])
+            out[whole:].mul_(units[-1])
         if peak is not None and header.numel():
             peak.copy_(header if header.numel() == 1 else header.amax(0, keepdim=True))
+
+    def _table(self, count: int) -> KeptTable:
+        return KeptTable([KeptRow(count, self.kept(count), 0, 0, 0)])
 
     def _get(self, message: Tensor, layout: PartLayout, out: Tensor) -> None:
         fmt, count = self.format, out.numel()
@@ -308,46 +318,40 @@ def placed_bits(bits: int) -> tuple[tuple[int, int, int], ...]:
     return tuple((byte, vector, shift) for byte, vector, shift in every if -bits < shift < 8)
 
 
-def _indices_of_largest(numbers: Tensor, count: int) -> Tensor:
-    """Ascending; of equal magnitudes the first ones, so that every chip chooses the same. NaN counts as the largest."""
-    magnitude = numbers.abs().nan_to_num(math.inf, math.inf)
-    threshold = torch.topk(magnitude, count, sorted=False).values.amin()
-    above = magnitude > threshold
-    ties = magnitude == threshold
-    chosen = above | (ties & (ties.cumsum(0) <= count - above.sum()))
-    return torch.nonzero_static(chosen, size=count).view(-1)
-
-
 def codec_of(text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale | None" = None) -> Codec:
-    """A codec from a format ("e5m2"), or "topk:<fraction>" with an optional format for the values ("topk:.01:e4m3fn").
+    """A codec from a format ("e5m2"), or from top-k's notation: "topk:.01", "topk:.01:e4m3fn", "topk:.01:e4m3fn:all".
 
-    Without a scale it is the format's own, `default_scale`.
+    The last word says for how many ranks' choices a sum has room: a number, or "all". Without a scale it is the format's own,
+    `default_scale`.
     """
     if isinstance(text, Codec):
         return text
-    keep = 1.0
-    if isinstance(text, str) and text.startswith("topk:"):
-        _, fraction, *rest = text.split(":")
-        try:
-            keep = float(fraction)
-        except ValueError:
-            raise ValueError(f"top-k is written topk:<fraction>[:<format>], say topk:0.01:e4m3fn, not {text!r}") from None
-        text = rest[0] if rest else "fp32"
-    fmt = parse_format(text)
-    return Codec(fmt, rounding, scaling.default_scale(fmt, keep) if scale is None else scale_of(scale), keep)
+    if not isinstance(text, str) or not text.startswith("topk:"):
+        fmt = parse_format(text)
+        return Codec(fmt, rounding, scaling.default_scale(fmt, 1.0) if scale is None else scale_of(scale))
+    _, fraction, *more = text.split(":")
+    try:
+        if len(more) > 2:
+            raise ValueError
+        keep, room = float(fraction), None if more[1:] == [EVERY] else int(more[1]) if more[1:] else ROOM
+    except ValueError:
+        how = "topk:<fraction>[:<format>[:<room>]], say topk:0.01, topk:0.01:e4m3fn or topk:0.01:e4m3fn:all"
+        raise ValueError(f"top-k is written {how}, not {text!r}") from None
+    fmt = parse_format(more[0] if more else "fp32")
+    return Codec(fmt, rounding, scaling.default_scale(fmt, keep) if scale is None else scale_of(scale), keep, room=room)
 
 
 @lru_cache(maxsize=1024)
 def partial_codec(codec: Codec, accumulate: AnyFormat, world: int) -> Codec:
-    """For sums on the way: the codec in the format of sums. What top-k kept on several ranks is kept."""
+    """For sums on the way: the codec in the format of sums, with as much room as the sum of all."""
     return replace(total_codec(codec, world), format=accumulate)
 
 
 @lru_cache(maxsize=1024)
 def total_codec(codec: Codec, world: int) -> Codec:
-    """For the sum of all ranks: with top-k, room for everything that any of them kept."""
+    """For the sum of all ranks: with top-k, as much of it as there is room for; all of it where that takes fewer bytes."""
     if codec.keep == 1:
         return codec
-    wider = replace(codec, ranks=world)
+    wider = replace(codec, ranks=world if codec.room is None else min(world, codec.room))
     dense = replace(codec, keep=1.0)
-    return dense if dense.wire_bytes(_PIECE) <= wider.wire_bytes(_PIECE) else wider
+    return dense if dense.wire_bytes(PIECE) <= wider.wire_bytes(PIECE) else wider

@@ -211,9 +211,9 @@ def compress_gradients(
             (each message's own), or "block:<n>" (each n numbers' own). Default, for each format by itself: "block:32" if it has
             fewer than 8 bits, else "local"; "local" also for block formats and top-k.
         reduction: "two_shot" (adds in float32, two roundings), "one_shot" (one rounding; for two ranks, or small tensors),
-            "ring", "tree", "sequential" (partial sums in the format), "hierarchical(k)" and "hierarchical(k, leaders)" for
-            nodes of k ranks, "hybrid" (by size), or "auto": two_shot (on two ranks one_shot) if a measurement at start finds
-            it faster than float32, else no compression.
+            "ring", "tree", "sequential" (partial sums in the format), "hierarchical(k)", "hierarchical(k, gather)" (for top-k
+            on few nodes) and "hierarchical(k, leaders)" for nodes of k ranks, "hybrid" (by size), or "auto": two_shot (on two
+            ranks one_shot) if a measurement at start finds it faster than float32, else no compression.
         rounding: any of lowp's; "stochastic" takes `seed`.
         skip: what stays in float32: "1d" (biases and norms), "last" (the last layer that has a matrix), or name patterns such
             as "*.embedding.*". A tied parameter is found by any of its names.

@@ -171,6 +171,7 @@ def rules_for(
         rank=rank,
         feedback=feedback,
         factors=factors,
+        addends=reduction.addends(world),
     )
 
 

@@ -16,6 +16,7 @@ from lowp.wire.codec import Codec
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.plan import Part, Shard
 from lowp.wire.scaling import poisoned
+from lowp.wire.sparse import SparseGroup
 from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 
@@ -37,6 +38,7 @@ class Messages:
         self.layers = 1 + max((part.layer for shard in self.shards for part in shard.parts), default=0)
         self.spans: list[tuple[int, int]] = []
         self._groups: dict[Codec, CodecGroup] = {}
+        self._sparse_groups: dict[Codec, SparseGroup] = {}
         self._kept: dict[tuple[str, torch.device], Tensor] = {}
         index = start = begin = 0
         for number, shard in enumerate(self.shards):
@@ -104,6 +106,9 @@ class Messages:
         """
         device = numbers.device
         for place, group in enumerate(self.groups):
+            if group.codec.keep < 1:
+                self._sparse(group).encode(numbers, out, factors, peaks, noises, workspace)
+                continue
             function = group.function("encode", numbers.dtype)
             kernel = group.kernel(function, device)
             if kernel is None:
@@ -115,6 +120,12 @@ class Messages:
             if known is not None and measured is None:
                 group.measure(numbers, group.codec.measures, known)
             kernel(numbers, out, group.table(device), known, self._of_layers(factors, device))
+
+    def _sparse(self, group: CodecGroup) -> SparseGroup:
+        """The parts of a group with top-k."""
+        if group.codec not in self._sparse_groups:
+            self._sparse_groups[group.codec] = SparseGroup(group, Messages)
+        return self._sparse_groups[group.codec]
 
     def _known(
         self,
@@ -187,7 +198,10 @@ class Messages:
             if kernel is not None:
                 kernel(source, out, group.table(device), None, of_layers, maxima, messages, stride)
                 continue
-            self._decode_plainly(group, source, out, factors, divisor, messages, stride)
+            if group.codec.keep < 1:
+                self._sparse(group).decode(source, out, factors, divisor, messages, stride, workspace)
+            else:
+                self._decode_plainly(group, source, out, factors, divisor, messages, stride)
             if maxima is not None:
                 group.measure(out, kinds, maxima)
         return found

@@ -8,6 +8,8 @@ Stages of a gradient's way:
 - NODE: the sum of a node, rounded to the wire's format;
 - PARTIAL: a sum on the way, rounded to the format of sums after every addition;
 - TOTAL: the sum of all ranks, rounded once more to the wire's format. Every rank decodes the same bytes.
+- HANDED_OUT: the sum of all ranks on its way within a node, in the format of sums, where every node has computed it. Top-k has
+  room for all of it.
 
 With error feedback, what is lost at any of them is kept by the rank that rounds (feedback.py).
 """
@@ -48,6 +50,7 @@ class Stage(enum.IntEnum):
     KAHAN_ADDEND = 9
     KAHAN_DIFFERENCE = 10
     KAHAN_LOST = 11
+    HANDED_OUT = 12
 
 
 @dataclass
@@ -83,6 +86,12 @@ class Rules:
     factors: Tensor | None = None  # by which each layer was multiplied (float32); None: by 1
     level: int = 0  # 1 between nodes, whose numbers are not those of ranks: each level has noise of its own
     workspace: NewMemory = NEW_MEMORY  # for what is needed on the way
+    addends: int | None = None  # messages of the wire's format that are added up; None: one of each rank
+
+    @property
+    def choices(self) -> int:
+        """How many choices of top-k a sum consists of."""
+        return self.world if self.addends is None else self.addends
 
     def at(self, rank: int | None) -> "Rules":
         """The same rules for the work of another rank."""
@@ -93,11 +102,15 @@ class Rules:
             case Stage.ADDEND | Stage.NODE:
                 return part.codec
             case Stage.TOTAL:
-                return total_codec(part.codec, self.world)
+                return total_codec(part.codec, self.choices)
             case Stage.INSIDE:
                 return replace(part.codec, format=self.accumulate or FP32, keep=1.0)
-            case _:
-                return partial_codec(part.codec, self.accumulate or part.codec.format, self.world)
+            case Stage.HANDED_OUT:
+                return total_codec(replace(part.codec, format=self.accumulate or FP32, room=None), self.choices)
+            case Stage.PARTIAL:
+                return partial_codec(part.codec, self.accumulate or part.codec.format, self.choices)
+            case _:  # in memory, where top-k drops nothing
+                return self.codec(part, Stage.PARTIAL).of_kept
 
     def messages(self, shard: Shard, stage: Stage) -> Messages:
         """Where each part of a shard lies in a message. Worked out once for each kind."""
@@ -107,7 +120,7 @@ class Rules:
         return shard.messages[kind]
 
     def _kind(self, stage: Stage) -> tuple:
-        return (stage, self.accumulate, self.world)
+        return (stage, self.accumulate, self.choices)
 
     def length(self, shard: Shard, stage: Stage) -> int:
         """Bytes of a shard's message; twice as many where Kahan's compensation travels along."""
@@ -122,7 +135,7 @@ class Rules:
         messages = self.messages(shard, stage)
         message = self.room(shard, stage, load.numbers.device) if out is None else out
         noisy = Stage.SENT if stage == Stage.PARTIAL else stage
-        if stage == Stage.TOTAL:
+        if stage in (Stage.TOTAL, Stage.HANDED_OUT):
             load = self._marked(load, messages)
         self.encode(messages, load.numbers, message[: messages.length], noisy, actor, None, load.peaks, load.maxima)
         if load.lost is not None and stage == Stage.PARTIAL:
@@ -216,11 +229,11 @@ class Rules:
 
     def round_(self, numbers: Tensor, shard: Shard, stage: Stage, actor: int) -> Tensor:
         """Round to the format of sums, in place."""
-        codecs = [self.codec(part, Stage.PARTIAL) for part in shard.parts]
+        codecs = [self.codec(part, Stage.FIRST) for part in shard.parts]
         if all(codec.format == FP32 for codec in codecs):
             return numbers
         if all(codec.elementwise for codec in codecs):
-            return self.messages(shard, Stage.PARTIAL).round_(numbers, self._noises(stage, actor))
+            return self.messages(shard, Stage.FIRST).round_(numbers, self._noises(stage, actor))
         for part, codec in zip(shard.parts, codecs, strict=True):
             if codec.format != FP32:
                 codec.round_(numbers[part.offset : part.offset + part.size], self.noise(part, stage, actor))
@@ -274,8 +287,9 @@ class Rules:
         with self.timed("decode", messages.device):
             flat, count, stride = messages.view(-1), len(messages), messages.shape[1]
             numbers = self.workspace.scratch(shard.size, torch.float32, messages.device) if out is None else out
-            maxima = layout.decode(flat, numbers, None, 1, count, stride, wanted_of_total, self.workspace)
-            same = all(total_codec(group.codec, self.world) == group.codec for group in layout.groups)
+            same = all(total_codec(group.codec, self.choices) == group.codec for group in layout.groups)
+            wanted = wanted_of_total if same else None  # what is known of the sum is for the total's encoder
+            maxima = layout.decode(flat, numbers, None, 1, count, stride, wanted, self.workspace)
             # What is not finite makes the sum so; only peaks that were sent along must be known.
             peaks = layout.no_peaks(messages.device)
             if layout.sends_peaks:
@@ -295,7 +309,7 @@ class Rules:
         self.write(self.fold_messages(messages, shard, Stage.ADDEND, actors), shard, Stage.TOTAL, 0, out)
 
     def _noises(self, stage: Stage, actor: int) -> PartNoise:
-        level = 0 if stage == Stage.TOTAL else self.level  # the total is everybody's
+        level = 0 if stage in (Stage.TOTAL, Stage.HANDED_OUT) else self.level  # the total is everybody's
         return PartNoise(self.domain, self.seed, self.step, level, stage, actor)
 
     def adds_plainly(self, shard: Shard) -> bool:

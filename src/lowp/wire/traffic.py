@@ -102,7 +102,8 @@ def bytes_of_bucket(
 ) -> int:
     """What one rank sends for a bucket, after the ranks have agreed on scales."""
     reduction = reduction.of_size(bucket.size)
-    rules = LengthRules(world=world, domain=Domain.WIRE, accumulate=accumulate, kahan=kahan, rank=rank)
+    addends = reduction.addends(world)
+    rules = LengthRules(world=world, domain=Domain.WIRE, accumulate=accumulate, kahan=kahan, rank=rank, addends=addends)
     link: Any = CountingLink(rank, world)  # which takes a ChunkLink's place
     for chunk in bucket.chunks(reduction.shards(world), cuts):
         numbers = torch.empty(chunk.size, device=_NOWHERE)

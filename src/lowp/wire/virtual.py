@@ -29,7 +29,7 @@ from lowp.wire.messages import Messages
 from lowp.wire.plan import Bucket, Chunk, Shard, cuts_for
 from lowp.wire.reductions.base import Reduction, peaks_of
 from lowp.wire.report import ring_bytes
-from lowp.wire.rules import Load, Stage
+from lowp.wire.rules import Load
 from lowp.wire.scale_warnings import warn_of_scales
 from lowp.wire.scaled import scaled
 from lowp.wire.scaling import poisoned
@@ -277,8 +277,8 @@ class _OpenBucket:
             for index, shard, adder in zip(self._indices, chunk.shards, row, strict=True):
                 total, owners = adder.total(), rules.at(self._reduction.owner(index, self._world))
                 if self._reduction.rounds_total:
-                    message = owners.write(total, shard, Stage.TOTAL, 0)
-                    total = rules.read(message, shard, Stage.TOTAL, numbers[shard.start : shard.stop])
+                    message = owners.write(total, shard, self._reduction.total_stage, 0)
+                    total = rules.read(message, shard, self._reduction.total_stage, numbers[shard.start : shard.stop])
                 else:
                     numbers[shard.start : shard.stop] = owners.end(total, shard).numbers
                 every.append(total.peaks)

@@ -19,13 +19,14 @@ REDUCTIONS: tuple[Reduction, ...] = (
     Tree(),
     Sequential(),
     Hierarchical(2),
+    Hierarchical(2, "gather"),
     Hierarchical(2, "leaders"),
     Hybrid(Tree(), TwoShot()),
 )
 
 
 def reduction_of(text: "str | Reduction") -> Reduction:
-    """Parse a name: two_shot, one_shot, ring, tree, sequential, hierarchical(k), hierarchical(k, leaders), hybrid."""
+    """Parse a name: two_shot, one_shot, ring, tree, sequential, hierarchical(k), hierarchical(k, <variant>), hybrid."""
     if isinstance(text, Reduction):
         return text
     if not isinstance(text, str):
@@ -33,9 +34,9 @@ def reduction_of(text: "str | Reduction") -> Reduction:
     for reduction in REDUCTIONS:
         if str(reduction) == text or (isinstance(reduction, Hybrid) and text == "hybrid"):
             return reduction
-    if found := re.fullmatch(r"hierarchical\(\s*(\d+)\s*(?:,\s*(shards|leaders)\s*)?\)", text):
+    if found := re.fullmatch(r"hierarchical\(\s*(\d+)\s*(?:,\s*(\w+)\s*)?\)", text):
         return Hierarchical(int(found[1]), found[2] or "shards")
     raise ValueError(
         f"unknown reduction {text!r}; it is two_shot, one_shot, ring, tree, sequential, hierarchical(k), "
-        "hierarchical(k, leaders), hybrid or auto"
+        "hierarchical(k, gather), hierarchical(k, leaders), hybrid or auto"
     )

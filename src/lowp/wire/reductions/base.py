@@ -98,7 +98,7 @@ class ChunkJob:
     def messages(self, indices: Sequence[int], stage: Stage, begins: Sequence[int] | None = None) -> Messages:
         """Where the parts of some shards lie in one buffer. Worked out once."""
         rules = self.rules
-        kind = (tuple(indices), stage, rules.accumulate, rules.world, None if begins is None else tuple(begins))
+        kind = (tuple(indices), stage, rules.accumulate, rules.choices, None if begins is None else tuple(begins))
         if kind not in self.chunk.messages:
             shards = [self.chunk.shards[index] for index in indices]
             starts = [shard.start for shard in shards]
@@ -153,7 +153,7 @@ class ChunkJob:
 
     def _kept(self, name: Any, make: Callable[[], Any]) -> Any:
         """What depends on the chunk's cut and the codecs alone."""
-        kind = name, self.rules.accumulate, self.rules.world
+        kind = name, self.rules.accumulate, self.rules.choices
         if kind not in self.chunk.messages:
             self.chunk.messages[kind] = make()
         return self.chunk.messages[kind]
@@ -314,10 +314,19 @@ class Reduction(ABC):
     """Frozen; printed as the name that `reduction_of` parses."""
 
     one_order = False  # are all shards added in the same order of ranks, so that it does not matter where a chunk is cut?
-    rounds_total = True  # is the sum of all ranks rounded to the wire's format, to be sent?
+    rounds_total = True  # is the sum of all ranks rounded, to be sent?
     sums_in_format = True  # are partial sums rounded to the wire's format unless told otherwise?
 
+    @property
+    def total_stage(self) -> Stage:
+        """As what the sum of all ranks is rounded, to be sent."""
+        return Stage.TOTAL
+
     def shards(self, world: int) -> int:
+        return world
+
+    def addends(self, world: int) -> int:
+        """How many messages in the wire's format are added up: one of each rank, or of each node."""
         return world
 
     def steps(self, world: int) -> int | None:
