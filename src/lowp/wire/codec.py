@@ -13,11 +13,14 @@ A message part has the bytes of n float32 numbers of one layer:
 Codes of less than a byte are packed in groups of g * 16 codes, where g codes fill whole bytes (2 of 4 bits, 8 of 3 bits): byte
 t of a group has bits of its codes t, 16 + t, 32 + t ... So vectors of 16 numbers become vectors of 16 bytes without a shuffle.
 
+`adaptive:<bits>` has messages of its own, one for all of its parts in a shard (adaptive.py).
+
 `PartLayout` says where each of these lies, `wire_bytes` how long a part is: nothing else computes that. `encode` and `decode`
 here are plain torch operations on one part. part_kernels.py does the same to all parts of a message at once, with equal bytes.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -32,14 +35,15 @@ from lowp.tensor.lists.parts import LANES
 from lowp.tensor.noise import Noise
 from lowp.tensor.ops import decode, encode, quantize
 from lowp.tensor.packing import group
-from lowp.wire import scaling
+from lowp.wire import adaptive, scaling
+from lowp.wire.adaptive import Adaptive, AdaptiveLayout, parse_adaptive
 from lowp.wire.scaling import Scale, scale_of
 
 _PIECE = 1 << 16  # elements; an index of a kept number is counted in pieces of this length and takes two bytes
 
 
 def check_format(fmt: AnyFormat) -> AnyFormat:
-    """A format that gradients can travel in."""
+    """A format that gradients can travel in, and be summed in."""
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     if not element.signed:
         raise ValueError(f"gradients have signs, and {fmt} has none")
@@ -51,6 +55,13 @@ def check_format(fmt: AnyFormat) -> AnyFormat:
 def _aligned(size: int) -> int:
     """Room for `size` bytes such that what follows may be of any dtype."""
     return -(-size // 8) * 8
+
+
+def _check_adaptive(fmt: Adaptive, rounding: str) -> None:
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"{fmt} rounds to 'nearest' or 'stochastic', not {rounding!r}")
+    if rounding == "stochastic" and fmt.budget < adaptive.LEAST_UNBIASED:
+        raise ValueError(f"adaptive with stochastic rounding has at least {adaptive.LEAST_UNBIASED:g} bits, not {fmt.budget:g}")
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -102,19 +113,27 @@ class Codec:
     ranks: int = 1  # of how many ranks' choices there is room for: sums of top-k have numbers wherever one rank kept one
 
     def __post_init__(self) -> None:
-        check_format(self.format)
         if self.rounding not in tuple(Rounding):
             raise ValueError(f"unknown rounding {self.rounding!r}; it is one of {', '.join(Rounding)}")
+        check_format(self.format)
+        if isinstance(self.format, Adaptive):
+            _check_adaptive(self.format, self.rounding)
         if not 0 < self.keep <= 1:
             raise ValueError(f"top-k keeps a fraction of the numbers above 0 and up to 1, not {self.keep}")
 
     def __str__(self) -> str:
         kept = "" if self.keep == 1 else f"topk:{self.keep:g}:"
-        return f"{kept}{self.format}/{self.scale}" + ("" if self.rounding == "nearest" else f"/{self.rounding}")
+        scale = "" if self.adaptive else f"/{self.scale}"
+        return f"{kept}{self.format}{scale}" + ("" if self.rounding == "nearest" else f"/{self.rounding}")
 
     @property
     def stochastic(self) -> bool:
         return self.rounding == "stochastic"
+
+    @property
+    def adaptive(self) -> bool:
+        """Do all of its parts in a shard share one message, whose scales are its own?"""
+        return isinstance(self.format, Adaptive)
 
     @property
     def sends_peaks(self) -> bool:
@@ -124,12 +143,19 @@ class Codec:
     @property
     def measures(self) -> tuple[bool, bool]:
         """What must be known of a part before it is encoded: its largest magnitude; its largest finite one."""
-        return self.scale.kind == "local", isinstance(self.format, BlockFormat) and self.format.tensor_scale
+        return self.scale.kind == "local" and not self.adaptive, isinstance(
+            self.format, BlockFormat
+        ) and self.format.tensor_scale
 
     @property
     def elementwise(self) -> bool:
         """Is every number rounded by itself, whatever travels with it?"""
         return self.scale.shared and self.keep == 1 and not isinstance(self.format, BlockFormat)
+
+    @property
+    def bits(self) -> float:
+        """How many bits a number takes, about."""
+        return self.format.budget if isinstance(self.format, Adaptive) else self.format.bits * self.keep
 
     def kept(self, count: int) -> int:
         """How many of `count` numbers are sent."""
@@ -145,7 +171,14 @@ class Codec:
 
     def wire_bytes(self, count: int) -> int:
         """How many bytes `count` numbers take in one message part."""
+        if self.adaptive:
+            return self.adaptive_layout([count]).length
         return PartLayout.of(self, count).end if count else 0
+
+    def adaptive_layout(self, sizes: Sequence[int], layers: Sequence[int] | None = None) -> AdaptiveLayout:
+        """Of the message of parts with so many numbers, of layers with so many."""
+        assert isinstance(self.format, Adaptive)
+        return AdaptiveLayout.of(sizes, sizes if layers is None else layers, self.format.budget, self.stochastic)
 
     def encode(self, numbers: Tensor, out: Tensor, noise: Noise | None = None, peak: Tensor | None = None) -> None:
         """Write flat float32 `numbers` to `out` (uint8). `peak` is the header of scales that do not compute their own.
@@ -153,6 +186,9 @@ class Codec:
         What is too large saturates.
         """
         count = numbers.numel()
+        if self.adaptive:
+            adaptive.encode([numbers], self.adaptive_layout([count]), out, None if noise is None else [noise])
+            return
         layout = PartLayout.of(self, count)
         if self.keep < 1:
             indices = _indices_of_largest(numbers, self.kept(count))
@@ -191,6 +227,11 @@ class Codec:
     def decode(self, message: Tensor, out: Tensor, peak: Tensor | None = None) -> None:
         """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite)."""
         count = out.numel()
+        if self.adaptive:
+            adaptive.decode(message, self.adaptive_layout([count]), [out])
+            if peak is not None and count:
+                peak.copy_(message[:1])
+            return
         layout = PartLayout.of(self, count)
         values = out if self.keep == 1 else out.new_empty(self.kept(count))
         self._get(message, layout, values)
@@ -314,9 +355,12 @@ def _indices_of_largest(numbers: Tensor, count: int) -> Tensor:
 
 
 def codec_of(text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale" = "local") -> Codec:
-    """A codec from a format ("e5m2"), or "topk:<fraction>" with an optional format for the values ("topk:.01:e4m3fn")."""
+    """A codec from a format ("e5m2"), or "topk:<fraction>" with an optional format for the values ("topk:.01:e4m3fn"), or
+    "adaptive:<bits>", which has scales of its own: `scale` says nothing about it."""
     if isinstance(text, Codec):
         return text
+    if isinstance(text, str) and text.startswith("adaptive"):
+        return Codec(parse_adaptive(text), rounding)
     keep = 1.0
     if isinstance(text, str) and text.startswith("topk:"):
         _, fraction, *rest = text.split(":")

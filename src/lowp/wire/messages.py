@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowp.tensor import kernels
 from lowp.tensor.noise import KEY_SIZE
+from lowp.wire.adaptive_group import AdaptiveGroup
 from lowp.wire.codec import Codec
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.plan import Part, Shard
@@ -51,13 +52,21 @@ class Messages:
         self.elements = sum(shard.size for shard in self.shards)
 
     def _place(self, shard: Shard, codec_of: Callable[[Part], Codec], index: int, start: int, begin: int) -> int:
-        """One shard's parts, one after the other. Where does its message end?"""
+        """One shard's parts, one after the other; at the end, all adaptive ones together. Where does its message end?"""
+        together: dict[Codec, list[Segment]] = {}
         for number, part in enumerate(shard.parts):
             codec = codec_of(part)
+            if codec.adaptive:
+                together.setdefault(codec, []).append(Segment(index + number, part, start + part.offset, 0, 0))
+                continue
             end = begin + codec.wire_bytes(part.size)
             segment = Segment(index + number, part, start + part.offset, begin, end)
             self._groups.setdefault(codec, CodecGroup(codec)).segments.append(segment)
             begin = end
+        for codec, segments in together.items():
+            group = self._groups.setdefault(codec, AdaptiveGroup(codec))
+            assert isinstance(group, AdaptiveGroup)
+            begin = group.place(segments, begin)
         return begin
 
     def view(self, buffer: Tensor, number: int) -> Tensor:
@@ -104,6 +113,9 @@ class Messages:
         """
         device = numbers.device
         for place, group in enumerate(self.groups):
+            if isinstance(group, AdaptiveGroup):
+                group.encode(numbers, out, factors, noises, workspace)
+                continue
             function = group.function("encode", numbers.dtype)
             kernel = group.kernel(function, device)
             if kernel is None:
@@ -180,6 +192,10 @@ class Messages:
         if divisor != 1:
             of_layers = torch.stack([of_layers, torch.full_like(of_layers, divisor)])
         for group in self.groups:
+            if isinstance(group, AdaptiveGroup):
+                group.decode(source, out, factors, divisor, messages, stride, workspace)
+                found.append(None)
+                continue
             kinds = (False, False) if wanted is None else wanted(group.codec)
             maxima = self._room(group, kinds, device, workspace)
             found.append(maxima)

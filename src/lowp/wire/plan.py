@@ -57,6 +57,7 @@ class Part:
     start: int
     offset: int
     size: int
+    layer_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,10 +225,7 @@ def _stretches(layers: tuple[Layer, ...], start: int, stop: int) -> Iterator[tup
 
 def _balanced(layers: tuple[Layer, ...], start: int, stop: int, shards: int) -> list[int]:
     """Edges of the shards: each takes the same share of the bits, cut at multiples of 8 elements from the chunk's start."""
-    stretches = [
-        (first, last, layer.codec.format.bits * layer.codec.keep)
-        for _, layer, first, last, _ in _stretches(layers, start, stop)
-    ]
+    stretches = [(first, last, layer.codec.bits) for _, layer, first, last, _ in _stretches(layers, start, stop)]
     whole = sum((last - first) * bits for first, last, bits in stretches)
     edges, before, walk = [start], 0.0, iter(stretches)
     first, last, bits = next(walk, (start, stop, 1.0))
@@ -244,4 +242,5 @@ def _balanced(layers: tuple[Layer, ...], start: int, stop: int, shards: int) -> 
 def _parts(layers: tuple[Layer, ...], start: int, stop: int, longest: int) -> Iterator[Part]:
     for index, layer, first, last, position in _stretches(layers, start, stop):
         for begin in range(first, last, longest):
-            yield Part(index, layer.codec, layer.number, begin - position, begin - start, min(longest, last - begin))
+            size = min(longest, last - begin)
+            yield Part(index, layer.codec, layer.number, begin - position, begin - start, size, layer.size)

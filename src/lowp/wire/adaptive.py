@@ -1,0 +1,358 @@
+"""`adaptive:<bits>`: a budget of bits for each number on average, spent where the gradient has its energy.
+
+One message has the numbers of all adaptive parts of one shard. Its length follows from the number of elements and the budget
+alone. Within it, the sender decides, and the message describes itself: ranks agree on nothing, and nothing is remembered from
+step to step. A message has
+
+    part bytes    one a part: 0 = all zero, 255 = something is not finite, else 127 + P: scales of its groups are up to 2^P
+    group bytes   one a group of 64 numbers of a part (the last group of a part is filled up with zeros): 0 = all zero, else
+                  255 + s - 4 P, where 2^(s/4) is the group's scale
+    padding       to a multiple of 8 bytes
+    planes        8 bytes each: one bit of each of the 64 numbers of a group, the most significant bits first
+
+A group is encoded in five steps.
+
+1. Its numbers get fixed signs and go through a Hadamard transform of 64 points. Almost any numbers become normal ones by that.
+2. Its scale is their root mean square, to a quarter of an octave.
+3. Each number in units of the scale becomes a code of 8 bits: a sign, and a magnitude by a curve of 32 straight lines. The
+   curve is near the error function that spaces levels best for normal numbers.
+4. The group gets a width w of 0 to 8 bits (`widths`), and the upper w bits of its codes are sent: w planes.
+5. The receiver takes the mean of a normal number within each interval, transforms back and multiplies by the scale.
+
+**Widths** follow from the bytes before the planes, in integers, on both sides. The priority of a group is
+s - 2 P - log2(size of its layer), in quarters of an octave: half of what its energy says (which would starve layers of small
+gradients), half of what would treat all layers alike. A group has the k-th bit if its priority is at least
+`level + STEPS[k]`, where the spacing of STEPS is what one more bit brings. `level` is the least for which the planes suffice.
+Planes that are left go to the first groups that the next level would give one more.
+
+**rounding="stochastic"** is the unbiased mode: levels are uniform from minus to plus the largest magnitude of the transformed
+group, its scale (rounded up), and each number goes to one of its two neighbours at random. A group that is not zero has at
+least one bit.
+
+Scales from 2^-126 to 2^127 are told apart; a group below that is zero. Sums are exact or in a defined order: the same bits in
+plain operations (this file) and in kernels (adaptive_cpp.py), on every chip.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lowp.formats import CodebookFormat
+from lowp.tensor.carrier import F32, power_of_two
+from lowp.tensor.noise import Noise, blocks, draw, key_tensor
+
+GROUP = 64  # numbers
+PLANE = GROUP // 8  # bytes
+WIDEST = 8  # bits of a code
+SIGNS = 0x9E3779B97F4A7C15  # bit i: is number i of a group multiplied by -1?
+STEPS = (0, 3, 6, 9, 13, 17, 21, 25)  # of a normal number's squared error at 0 to 8 bits: 2 log2 of the ratios of its decreases
+UNIFORM_STEPS = (-(1 << 20), 0, 7, 12, 16, 20, 24, 28)  # the same of 1 / (2^w - 1)^2; the first bit is everybody's
+LEAST_BITS, MOST_BITS = 1.0, 8.0
+LEAST_UNBIASED = 1.25  # a bit for each number, its group's byte, and a little more
+ZERO, NONFINITE = 0, 255
+_LOWEST, _HIGHEST = -126, 127  # exponents of scales
+_FINE = 4096  # units of a scaled number before it becomes a code; 8 * _FINE is the largest that 64 numbers can have
+SEGMENTS, SEGMENT = 32, 1024  # of the curve, and units in each
+_SPREAD = (
+    1.62  # of the curve: sqrt(3) is best for many levels, 1.46 for four; up to 2.3 % worse than the best levels of each width
+)
+LEVELS = 4096  # priorities are between +- this
+
+
+@dataclass(frozen=True)
+class Adaptive(CodebookFormat):
+    """The format: codes of 8 bits in units of a group's scale, of which `budget` bits for each number are sent on average."""
+
+    budget: float
+
+
+@lru_cache(maxsize=256)
+def parse_adaptive(text: str) -> Adaptive:
+    """`adaptive:4`, `adaptive:2.5`."""
+    if not re.fullmatch(r"adaptive:(\d+(\.\d*)?|\.\d+)", text):
+        raise ValueError(f"adaptive is written adaptive:<bits for each number>, say adaptive:4 or adaptive:2.5, not {text!r}")
+    bits = float(text.removeprefix("adaptive:"))
+    if not LEAST_BITS <= bits <= MOST_BITS:
+        raise ValueError(f"adaptive has {LEAST_BITS:g} to {MOST_BITS:g} bits for each number, not {bits:g}")
+    return Adaptive(f"adaptive:{bits:g}", tuple((values(False)[WIDEST] / _FINE).tolist()), bits)
+
+
+@dataclass(frozen=True)
+class AdaptiveLayout:
+    """Where everything lies in the message of some parts. `counts`: groups of each; `sizes`: log2 of its layer's size."""
+
+    counts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    bits: float
+    stochastic: bool
+
+    @staticmethod
+    def of(parts: Sequence[int], layers: Sequence[int], bits: float, stochastic: bool) -> "AdaptiveLayout":
+        """`parts`: numbers of each part; `layers`: numbers of the layer of each."""
+        counts = tuple(-(-size // GROUP) for size in parts)
+        return AdaptiveLayout(counts, tuple(size.bit_length() for size in layers), bits, stochastic)
+
+    @property
+    def groups(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def payload(self) -> int:
+        """Where the planes begin."""
+        return -(-(len(self.counts) + self.groups) // PLANE) * PLANE
+
+    @property
+    def planes(self) -> int:
+        """How many there are: what the budget leaves. A single group has at least one."""
+        left = math.floor(self.bits * self.groups) - self.payload // PLANE
+        return max(left, self.groups if self.stochastic else min(1, self.groups))
+
+    @property
+    def length(self) -> int:
+        return self.payload + PLANE * self.planes
+
+    def owners(self, device: torch.device) -> Tensor:
+        """The part of each group."""
+        counts = torch.tensor(self.counts, device=device)
+        return torch.repeat_interleave(torch.arange(len(self.counts), device=device), counts)
+
+
+# The curve, and what codes stand for.
+
+
+@lru_cache(maxsize=1)
+def curve() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each segment: the 16-bit value at its beginning, and by how much it rises."""
+    knots = [round(65536 * math.erf(8 * k / SEGMENTS / (_SPREAD * math.sqrt(2)))) for k in range(SEGMENTS + 1)]
+    knots = [min(knot, 65535) for knot in knots]
+    return tuple(knots[:-1]), tuple(after - before for before, after in pairwise(knots))
+
+
+def magnitudes_of(fine: Tensor) -> Tensor:
+    """The 7 bits of magnitudes in units of 1 / 4096 scale (int32, below 32768)."""
+    base, rise = (torch.tensor(each, dtype=torch.int32, device=fine.device) for each in curve())
+    segment = (fine >> 10).to(torch.int64)
+    return (base[segment] + (rise[segment] * (fine & (SEGMENT - 1)) >> 10)) >> 9
+
+
+@lru_cache(maxsize=2)
+def values(stochastic: bool) -> Tensor:
+    """What codes stand for, int16 [9, 256]: the upper w bits of a code, for each width w.
+
+    To nearest: the mean of normal numbers within the code's interval, in 1 / 4096. Stochastic: 2 code + 1 - 2^w.
+    """
+    found = torch.zeros(WIDEST + 1, 256, dtype=torch.int16)
+    if stochastic:
+        for width in range(1, WIDEST + 1):
+            found[width, : 1 << width] = torch.arange(1 << width) * 2 + 1 - (1 << width)
+        return found
+    fine = torch.arange(8 * _FINE, dtype=torch.int32)
+    magnitude = magnitudes_of(fine).to(torch.int64)
+    middle = fine.to(torch.float64) + 0.5
+    weight = torch.exp(-((middle / _FINE) ** 2) / 2)
+    sums = [torch.zeros(128, dtype=torch.float64).index_add(0, magnitude, x) for x in (weight, weight * middle)]
+    for width in range(1, WIDEST + 1):
+        half = 1 << (width - 1)
+        mean = (sums[1].view(half, -1).sum(1) / sums[0].view(half, -1).sum(1)).round().to(torch.int16)
+        found[width, :half], found[width, half : 2 * half] = mean, -mean
+    return found
+
+
+def quarters(sign: int) -> list[float]:
+    """2^(sign j/4) for j = 0 to 3."""
+    return [2.0 ** (sign * j / 4) for j in range(4)]
+
+
+@lru_cache(maxsize=2)
+def unit_tables(stochastic: bool) -> Tensor:
+    """What the transformed values of a group count in, less a power of two: float32 [9, 4], by width and s mod 4."""
+    per_width = [1.0] + [1.0 / ((1 << w) - 1) / 8 if stochastic else 1.0 / (8 * _FINE) for w in range(1, WIDEST + 1)]
+    return torch.tensor([[unit * quarter for quarter in quarters(1)] for unit in per_width], dtype=torch.float32)
+
+
+def steps_of(stochastic: bool) -> tuple[int, ...]:
+    return UNIFORM_STEPS if stochastic else STEPS
+
+
+# A group's transform and scale.
+
+
+def transformed(x: Tensor) -> Tensor:
+    """The Hadamard transform of [groups, 64], not divided by anything: pairs at a distance of 32, 16, ... 1."""
+    distance = GROUP // 2
+    while distance:
+        pairs = x.view(-1, GROUP // 2 // distance, 2, distance)
+        x = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).view(-1, GROUP)
+        distance //= 2
+    return x
+
+
+def signs(device: torch.device) -> Tensor:
+    return torch.tensor([-1.0 if SIGNS >> i & 1 else 1.0 for i in range(GROUP)], device=device)
+
+
+def _energy(x: Tensor) -> Tensor:
+    """The sum of 64 squares: those at a distance of 32, 16, ... 1."""
+    squares = x * x
+    while squares.shape[1] > 1:
+        half = squares.shape[1] // 2
+        squares = squares[:, :half] + squares[:, half:]
+    return squares[:, 0]
+
+
+def _mantissa_above(bits: Tensor, bounds: Sequence[float]) -> Tensor:
+    """How many of these numbers from 1 to 2 the mantissa is above or (to nearest) at."""
+    mantissa = (bits & ((1 << F32.fraction_bits) - 1)) | F32.power_of_two(0)
+    return torch.stack([mantissa.view(torch.float32) > bound for bound in bounds]).sum(0, dtype=torch.int32)
+
+
+def scales(x: Tensor, stochastic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of groups [groups, 64] of float32 numbers: their transforms, times 2^-shift; the quarter octaves q of their scale in that
+    unit; the shifts; and the largest magnitudes as bits. (The last three int32. Scales of zeros mean nothing.)
+
+    The shift brings the largest magnitude to between 1 and 4, so that no square overflows.
+    """
+    largest = (x.view(torch.int32) & F32.magnitude).amax(1)
+    shift = ((largest >> 23) - 127).clamp(_LOWEST, -_LOWEST)
+    x = x * power_of_two(-shift)[:, None]
+    turned = transformed(x * signs(x.device))
+    if stochastic:  # rounded up
+        bits = turned.abs().amax(1).view(torch.int32)
+        quarter = 4 * ((bits >> 23) - 127) + _mantissa_above(bits, quarters(1)) - 12
+    else:
+        bits = _energy(x).view(torch.int32)
+        quarter = 2 * ((bits >> 23) - 127) + _mantissa_above(bits, (2.0**0.25, 2.0**0.75)) - 12
+    return turned, quarter, shift, largest
+
+
+def headers(quarter: Tensor, shift: Tensor, largest: Tensor, owners: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Part bytes and group bytes, int32."""
+    scale = (4 * shift + quarter).clamp(max=4 * _HIGHEST)
+    there = (largest != 0) & (scale >= 4 * _LOWEST)
+    least = torch.full((parts,), 4 * _LOWEST, dtype=torch.int32, device=scale.device)
+    top = least.scatter_reduce(0, owners, torch.where(there, scale, 4 * _LOWEST), "amax") + 3 >> 2
+    kinds = torch.where(largest >= F32.infinity, 2, there.to(torch.int32))
+    kind = torch.zeros_like(least).scatter_reduce(0, owners, kinds.to(torch.int32), "amax")
+    part_bytes = torch.where(kind == 0, ZERO, torch.where(kind == 2, NONFINITE, top + 127))
+    found = (255 + scale - 4 * top[owners]).clamp(min=0)
+    return part_bytes, torch.where(there & (kind[owners] == 1), found, ZERO)
+
+
+def widths(part_bytes: Tensor, group_bytes: Tensor, owners: Tensor, layout: AdaptiveLayout) -> Tensor:
+    """How many bits each group has: int64. (A part that is zero or not finite has groups of byte 0.)"""
+    device = group_bytes.device
+    sizes = torch.tensor(layout.sizes, device=device)
+    priority = group_bytes.to(torch.int64) - 255 + (2 * (part_bytes.to(torch.int64) - 127) - sizes)[owners]
+    there = group_bytes != ZERO
+    steps = steps_of(layout.stochastic)
+    counts = torch.bincount(priority[there] + LEVELS, minlength=2 * LEVELS)
+    at_least = torch.nn.functional.pad(counts.flip(0).cumsum(0).flip(0), (0, 1))  # how many groups have this priority or more
+
+    def planes(level: int) -> int:
+        return sum(int(at_least[min(max(level + step + LEVELS, 0), 2 * LEVELS)]) for step in steps)
+
+    low, high = -LEVELS, LEVELS
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if planes(middle) <= layout.planes else (middle + 1, high)
+
+    def at(level: int) -> Tensor:
+        found = torch.stack([priority >= level + step for step in steps]).sum(0)
+        return torch.where(there, found, 0)
+
+    width, left = at(low), layout.planes - planes(low)
+    more = at(low - 1) > width
+    return width + (more & (more.cumsum(0) <= left))
+
+
+# Messages.
+
+
+def encode(parts: Sequence[Tensor], layout: AdaptiveLayout, out: Tensor, noises: "Sequence[Noise] | None" = None) -> None:
+    """Write flat float32 `parts` to the bytes of their message."""
+    if not layout.groups:
+        return
+    device = out.device
+    owners = layout.owners(device)
+    x = torch.cat([torch.nn.functional.pad(part, (0, -part.numel() % GROUP)) for part in parts]).view(-1, GROUP)
+    turned, quarter, shift, largest = scales(x, layout.stochastic)
+    part_bytes, group_bytes = headers(quarter, shift, largest, owners, len(parts))
+    width = widths(part_bytes, group_bytes, owners, layout)
+    # A scale at the upper end is the one that the byte says.
+    quarter = torch.where(group_bytes > 0, group_bytes - 255 + 4 * (part_bytes[owners] - 127) - 4 * shift, 0)
+    factor = torch.tensor(quarters(-1), device=device)[quarter & 3]
+    if layout.stochastic:
+        assert noises is not None
+        scaled = turned * (factor * power_of_two(-3 - (quarter >> 2)))[:, None]
+        codes = _stochastic(scaled, width, _drawn(noises, layout, device))
+    else:
+        scaled = turned * (factor * power_of_two(9 - (quarter >> 2)))[:, None]  # transforms are 8 times too large: 4096 / 8
+        scaled = torch.where(group_bytes[:, None] > 0, scaled, 0.0)
+        fine = scaled.abs().clamp(max=8.0 * _FINE - 1).to(torch.int32)
+        codes = magnitudes_of(fine) | torch.where(scaled < 0, 128, 0)
+    out[: len(parts)] = part_bytes.to(torch.uint8)
+    out[len(parts) : len(parts) + layout.groups] = group_bytes.to(torch.uint8)
+    out[len(parts) + layout.groups :] = 0
+    planes = out[layout.payload :].view(-1, PLANE)
+    first = width.cumsum(0) - width
+    places = torch.arange(8, device=device, dtype=torch.int32)
+    for plane in range(WIDEST):
+        has = width > plane
+        bits = (codes[has] >> (7 - plane) & 1).view(-1, PLANE, 8)
+        planes[first[has] + plane] = (bits << places).sum(2).to(torch.uint8)
+
+
+def _stochastic(scaled: Tensor, width: Tensor, noise: Tensor) -> Tensor:
+    """Numbers from -1 to 1 as codes of `width` bits, at the upper end of 8. `noise`: 24 bits."""
+    most = ((1 << width) - 1).to(torch.float32)[:, None]
+    place = (scaled + 1.0) * (most * 0.5)
+    place = torch.minimum(place.nan_to_num(0.0).clamp(min=0.0), most)
+    below = place.floor()
+    code = below + (noise.to(torch.float32) * 2.0**-24 < place - below)
+    return code.to(torch.int32) << (WIDEST - width).to(torch.int32)[:, None]
+
+
+def _drawn(noises: Sequence[Noise], layout: AdaptiveLayout, device: torch.device) -> Tensor:
+    """24 bits for each number of each group, int32 [groups, 64]."""
+    found = []
+    for noise, groups in zip(noises, layout.counts, strict=True):
+        for first, end in blocks(noise, groups * GROUP):
+            found.append(draw(key_tensor(noise, first, device), torch.empty(end - first, device=device), 30) >> 6)
+    return torch.cat(found).view(-1, GROUP)
+
+
+def decode(message: Tensor, layout: AdaptiveLayout, outs: Sequence[Tensor]) -> None:
+    """Read a message into flat float32 `outs`, one for each part."""
+    if not layout.groups:
+        return
+    device, parts = message.device, len(outs)
+    owners = layout.owners(device)
+    part_bytes = message[:parts].to(torch.int32)
+    group_bytes = message[parts : parts + layout.groups].to(torch.int32)
+    width = widths(part_bytes, group_bytes, owners, layout)
+    planes = message[layout.payload :].view(-1, PLANE).to(torch.int32)
+    first = width.cumsum(0) - width
+    places = torch.arange(8, device=device, dtype=torch.int32)
+    codes = torch.zeros(layout.groups, GROUP, dtype=torch.int32, device=device)
+    for plane in range(WIDEST):
+        has = width > plane
+        bits = (planes[first[has] + plane][:, :, None] >> places & 1).view(-1, GROUP)
+        codes[has] = codes[has] << 1 | bits
+    value = values(layout.stochastic).to(device)[width[:, None], codes.to(torch.int64)].to(torch.float32)
+    scale = group_bytes - 255 + 4 * (part_bytes[owners] - 127)
+    unit = unit_tables(layout.stochastic).to(device)[width, (scale & 3).to(torch.int64)]
+    back = transformed(value) * signs(device)  # integers: exact in any order
+    exponent = torch.where(group_bytes > 0, scale >> 2, 0)
+    x = (back * unit[:, None] * power_of_two(exponent)[:, None]).clamp(-F32_MAX, F32_MAX)
+    x = torch.where((part_bytes == NONFINITE)[owners][:, None], math.nan, x)
+    for own, out in zip(x.split(layout.counts), outs, strict=True):
+        out.copy_(own.reshape(-1)[: out.numel()])
+
+
+F32_MAX = torch.finfo(torch.float32).max
