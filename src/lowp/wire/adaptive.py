@@ -29,7 +29,7 @@ Planes that are left go to the first groups that the next level would give one m
 group, its scale (rounded up), and each number goes to one of its two neighbours at random. A group that is not zero has at
 least one bit.
 
-Scales from 2^-126 to 2^127 are told apart; a group below that is zero. Sums are exact or in a defined order: the same bits in
+Scales from 2^-126 to 2^126 are told apart; a group below that is zero. Sums are exact or in a defined order: the same bits in
 plain operations (this file) and in kernels (adaptive_cpp.py), on every chip.
 """
 
@@ -56,13 +56,16 @@ UNIFORM_STEPS = (-(1 << 20), 0, 7, 12, 16, 20, 24, 28)  # the same of 1 / (2^w -
 LEAST_BITS, MOST_BITS = 1.0, 8.0
 LEAST_UNBIASED = 1.25  # a bit for each number, its group's byte, and a little more
 ZERO, NONFINITE = 0, 255
-_LOWEST, _HIGHEST = -126, 127  # exponents of scales
+LOWEST, HIGHEST = -126, 126  # exponents of scales
+BIAS = 127  # of a part's byte
+NEAREST = (2.0**0.25, 2.0**0.75)  # where a sum of squares goes to the next quarter octave of its root
 _FINE = 4096  # units of a scaled number before it becomes a code; 8 * _FINE is the largest that 64 numbers can have
 SEGMENTS, SEGMENT = 32, 1024  # of the curve, and units in each
 _SPREAD = (
     1.62  # of the curve: sqrt(3) is best for many levels, 1.46 for four; up to 2.3 % worse than the best levels of each width
 )
-LEVELS = 4096  # priorities are between +- this
+F32_MAX = torch.finfo(torch.float32).max
+LEVELS = 1024  # priorities are between +- this
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,13 @@ def quarters(sign: int) -> list[float]:
 
 
 @lru_cache(maxsize=2)
-def unit_tables(stochastic: bool) -> Tensor:
+def encode_factors(stochastic: bool) -> Tensor:
+    """By what transforms (which are 8 times too large) are multiplied: float32 [4], by s mod 4."""
+    return torch.tensor([(1 if stochastic else _FINE) / 8 * quarter for quarter in quarters(-1)], dtype=torch.float32)
+
+
+@lru_cache(maxsize=2)
+def decode_units(stochastic: bool) -> Tensor:
     """What the transformed values of a group count in, less a power of two: float32 [9, 4], by width and s mod 4."""
     per_width = [1.0] + [1.0 / ((1 << w) - 1) / 8 if stochastic else 1.0 / (8 * _FINE) for w in range(1, WIDEST + 1)]
     return torch.tensor([[unit * quarter for quarter in quarters(1)] for unit in per_width], dtype=torch.float32)
@@ -207,48 +216,51 @@ def _energy(x: Tensor) -> Tensor:
 
 
 def _mantissa_above(bits: Tensor, bounds: Sequence[float]) -> Tensor:
-    """How many of these numbers from 1 to 2 the mantissa is above or (to nearest) at."""
+    """How many of these numbers from 1 to 2 the mantissa is above."""
     mantissa = (bits & ((1 << F32.fraction_bits) - 1)) | F32.power_of_two(0)
     return torch.stack([mantissa.view(torch.float32) > bound for bound in bounds]).sum(0, dtype=torch.int32)
 
 
-def scales(x: Tensor, stochastic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of groups [groups, 64] of float32 numbers: their transforms, times 2^-shift; the quarter octaves q of their scale in that
-    unit; the shifts; and the largest magnitudes as bits. (The last three int32. Scales of zeros mean nothing.)
+def scales(x: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:
+    """Of groups [groups, 64] of float32 numbers: s (see above), which means nothing for zeros; and the largest magnitudes as
+    bits. Both int32.
 
-    The shift brings the largest magnitude to between 1 and 4, so that no square overflows.
+    First the largest magnitude is brought to between 1 and 4, so that no square overflows.
     """
     largest = (x.view(torch.int32) & F32.magnitude).amax(1)
-    shift = ((largest >> 23) - 127).clamp(_LOWEST, -_LOWEST)
+    shift = ((largest >> F32.fraction_bits) - F32.bias).clamp(LOWEST, HIGHEST)
     x = x * power_of_two(-shift)[:, None]
-    turned = transformed(x * signs(x.device))
     if stochastic:  # rounded up
-        bits = turned.abs().amax(1).view(torch.int32)
-        quarter = 4 * ((bits >> 23) - 127) + _mantissa_above(bits, quarters(1)) - 12
+        bits = transformed(x * signs(x.device)).abs().amax(1).view(torch.int32)
+        quarter = 4 * ((bits >> F32.fraction_bits) - F32.bias) + _mantissa_above(bits, quarters(1)) - 12
     else:
         bits = _energy(x).view(torch.int32)
-        quarter = 2 * ((bits >> 23) - 127) + _mantissa_above(bits, (2.0**0.25, 2.0**0.75)) - 12
-    return turned, quarter, shift, largest
+        quarter = 2 * ((bits >> F32.fraction_bits) - F32.bias) + _mantissa_above(bits, NEAREST) - 12
+    return (4 * shift + quarter).clamp(max=4 * HIGHEST), largest
 
 
-def headers(quarter: Tensor, shift: Tensor, largest: Tensor, owners: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+def headers(scale: Tensor, largest: Tensor, owners: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """Part bytes and group bytes, int32."""
-    scale = (4 * shift + quarter).clamp(max=4 * _HIGHEST)
-    there = (largest != 0) & (scale >= 4 * _LOWEST)
-    least = torch.full((parts,), 4 * _LOWEST, dtype=torch.int32, device=scale.device)
-    top = least.scatter_reduce(0, owners, torch.where(there, scale, 4 * _LOWEST), "amax") + 3 >> 2
-    kinds = torch.where(largest >= F32.infinity, 2, there.to(torch.int32))
-    kind = torch.zeros_like(least).scatter_reduce(0, owners, kinds.to(torch.int32), "amax")
-    part_bytes = torch.where(kind == 0, ZERO, torch.where(kind == 2, NONFINITE, top + 127))
+    there = (largest != 0) & (scale >= 4 * LOWEST)
+    least = torch.full((parts,), 4 * LOWEST, dtype=torch.int32, device=scale.device)
+    top = least.scatter_reduce(0, owners, torch.where(there, scale, 4 * LOWEST), "amax") + 3 >> 2
+    kinds = torch.where(largest >= F32.infinity, 2, there.to(torch.int32)).to(torch.int32)
+    kind = torch.zeros_like(least).scatter_reduce(0, owners, kinds, "amax")
+    part_bytes = torch.where(kind == 0, ZERO, torch.where(kind == 2, NONFINITE, top + BIAS))
     found = (255 + scale - 4 * top[owners]).clamp(min=0)
     return part_bytes, torch.where(there & (kind[owners] == 1), found, ZERO)
+
+
+def _scales_said(part_bytes: Tensor, group_bytes: Tensor, owners: Tensor) -> Tensor:
+    """s of each group as its bytes say it; 0 for those that are zero."""
+    return torch.where(group_bytes > ZERO, group_bytes - 255 + 4 * (part_bytes[owners] - BIAS), 0)
 
 
 def widths(part_bytes: Tensor, group_bytes: Tensor, owners: Tensor, layout: AdaptiveLayout) -> Tensor:
     """How many bits each group has: int64. (A part that is zero or not finite has groups of byte 0.)"""
     device = group_bytes.device
     sizes = torch.tensor(layout.sizes, device=device)
-    priority = group_bytes.to(torch.int64) - 255 + (2 * (part_bytes.to(torch.int64) - 127) - sizes)[owners]
+    priority = group_bytes.to(torch.int64) - 255 + (2 * (part_bytes.to(torch.int64) - BIAS) - sizes)[owners]
     there = group_bytes != ZERO
     steps = steps_of(layout.stochastic)
     counts = torch.bincount(priority[there] + LEVELS, minlength=2 * LEVELS)
@@ -281,21 +293,17 @@ def encode(parts: Sequence[Tensor], layout: AdaptiveLayout, out: Tensor, noises:
     device = out.device
     owners = layout.owners(device)
     x = torch.cat([torch.nn.functional.pad(part, (0, -part.numel() % GROUP)) for part in parts]).view(-1, GROUP)
-    turned, quarter, shift, largest = scales(x, layout.stochastic)
-    part_bytes, group_bytes = headers(quarter, shift, largest, owners, len(parts))
+    part_bytes, group_bytes = headers(*scales(x, layout.stochastic), owners, len(parts))
     width = widths(part_bytes, group_bytes, owners, layout)
-    # A scale at the upper end is the one that the byte says.
-    quarter = torch.where(group_bytes > 0, group_bytes - 255 + 4 * (part_bytes[owners] - 127) - 4 * shift, 0)
-    factor = torch.tensor(quarters(-1), device=device)[quarter & 3]
+    scale = _scales_said(part_bytes, group_bytes, owners)
+    x = torch.where(group_bytes[:, None] > ZERO, x * power_of_two(-(scale >> 2))[:, None], 0.0)
+    factor = encode_factors(layout.stochastic).to(device)[(scale & 3).to(torch.int64)]
+    scaled = transformed(x * signs(device)) * factor[:, None]
     if layout.stochastic:
         assert noises is not None
-        scaled = turned * (factor * power_of_two(-3 - (quarter >> 2)))[:, None]
         codes = _stochastic(scaled, width, _drawn(noises, layout, device))
     else:
-        scaled = turned * (factor * power_of_two(9 - (quarter >> 2)))[:, None]  # transforms are 8 times too large: 4096 / 8
-        scaled = torch.where(group_bytes[:, None] > 0, scaled, 0.0)
-        fine = scaled.abs().clamp(max=8.0 * _FINE - 1).to(torch.int32)
-        codes = magnitudes_of(fine) | torch.where(scaled < 0, 128, 0)
+        codes = magnitudes_of(scaled.abs().clamp(max=8.0 * _FINE - 1).to(torch.int32)) | torch.where(scaled < 0, 128, 0)
     out[: len(parts)] = part_bytes.to(torch.uint8)
     out[len(parts) : len(parts) + layout.groups] = group_bytes.to(torch.uint8)
     out[len(parts) + layout.groups :] = 0
@@ -344,15 +352,11 @@ def decode(message: Tensor, layout: AdaptiveLayout, outs: Sequence[Tensor]) -> N
         has = width > plane
         bits = (planes[first[has] + plane][:, :, None] >> places & 1).view(-1, GROUP)
         codes[has] = codes[has] << 1 | bits
-    value = values(layout.stochastic).to(device)[width[:, None], codes.to(torch.int64)].to(torch.float32)
-    scale = group_bytes - 255 + 4 * (part_bytes[owners] - 127)
-    unit = unit_tables(layout.stochastic).to(device)[width, (scale & 3).to(torch.int64)]
-    back = transformed(value) * signs(device)  # integers: exact in any order
-    exponent = torch.where(group_bytes > 0, scale >> 2, 0)
-    x = (back * unit[:, None] * power_of_two(exponent)[:, None]).clamp(-F32_MAX, F32_MAX)
-    x = torch.where((part_bytes == NONFINITE)[owners][:, None], math.nan, x)
+    value = values(layout.stochastic).to(device)[width[:, None], codes.to(torch.int64)].to(torch.int32)
+    back = transformed(value) * signs(device).to(torch.int32)  # exact in any order
+    scale = _scales_said(part_bytes, group_bytes, owners)
+    unit = decode_units(layout.stochastic).to(device)[width, (scale & 3).to(torch.int64)]
+    x = back.to(torch.float32) * unit[:, None] * power_of_two(scale >> 2)[:, None]
+    x = torch.where((part_bytes == NONFINITE)[owners][:, None], math.nan, x.clamp(-F32_MAX, F32_MAX))
     for own, out in zip(x.split(layout.counts), outs, strict=True):
         out.copy_(own.reshape(-1)[: out.numel()])
-
-
-F32_MAX = torch.finfo(torch.float32).max

@@ -7,11 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowp.tensor import kernels
 from lowp.tensor.lists.parts import PartsFunction
+from lowp.tensor.noise import KEY_SIZE
 from lowp.wire import adaptive
 from lowp.wire.adaptive import AdaptiveLayout
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.workspace import NewMemory
+
+ITEM = 128  # groups that a thread takes at once
 
 
 class Region(NamedTuple):
@@ -24,6 +28,35 @@ class Region(NamedTuple):
     @property
     def end(self) -> int:
         return self.begin + self.layout.length
+
+
+class AdaptiveTable(NamedTuple):
+    """Where everything lies, for kernels.
+
+    parts: int64 [parts, 6]: numbers, layer, the first number, region, first group, log2 of the layer's size.
+    regions: int64 [regions, 7]: first byte, parts, groups, planes, where planes begin, first part, first group.
+    items: int32 [items, 2]: stretches of `ITEM` groups: part, first group within it.
+    """
+
+    parts: Tensor
+    regions: Tensor
+    items: Tensor
+    groups: int
+
+
+class AdaptiveFunction(NamedTuple):
+    """A kernel to be built: "encode" from numbers of a dtype, or "decode" to them."""
+
+    kind: str
+    dtype: torch.dtype
+    stochastic: bool
+
+    def build(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            from lowp.wire.adaptive_cpp import CppDecoder, CppEncoder
+
+            return (CppEncoder if self.kind == "encode" else CppDecoder)(self.dtype, self.stochastic)
+        raise NotImplementedError("adaptive messages have no kernel for this device")
 
 
 @dataclass(eq=False)
@@ -50,8 +83,52 @@ class AdaptiveGroup(CodecGroup):
         """The byte of each part."""
         return [(region.begin + number, 1) for region in self.regions for number in range(len(region.segments))]
 
+    def adaptive_table(self, device: torch.device) -> AdaptiveTable:
+        if device not in self._adaptive_tables:
+            parts, regions, items, group = [], [], [], 0
+            for number, region in enumerate(self.regions):
+                layout = region.layout
+                places = (layout.planes, layout.payload, len(parts), group)
+                regions.append((region.begin, len(region.segments), layout.groups, *places))
+                for segment, count, size in zip(region.segments, layout.counts, layout.sizes, strict=True):
+                    items += [(len(parts), first) for first in range(0, count, ITEM)]
+                    parts.append((segment.part.size, segment.part.layer, segment.start, number, group, size))
+                    group += count
+            self._adaptive_tables[device] = AdaptiveTable(
+                torch.tensor(parts, dtype=torch.int64).to(device),
+                torch.tensor(regions, dtype=torch.int64).to(device),
+                torch.tensor(items, dtype=torch.int32).reshape(-1, 2).to(device),
+                group,
+            )
+        return self._adaptive_tables[device]
+
+    @cached_property
+    def _adaptive_tables(self) -> dict[torch.device, AdaptiveTable]:
+        return {}
+
+    def _kernel(self, kind: str, dtype: torch.dtype, device: torch.device) -> Any:
+        if device.type == "meta":
+            return None
+        function = AdaptiveFunction(kind, dtype, self.codec.stochastic)
+        count = sum(segment.part.size for segment in self.segments)
+        return kernels.get_or_build(function, device, count, lambda what, device: what.build(device))
+
     def encode(self, numbers: Tensor, out: Tensor, factors: Tensor | None, noises: Noises | None, workspace: NewMemory) -> None:
         """Write the messages of `numbers`, each times the factor of its layer, to `out`."""
+        device = numbers.device
+        kernel = self._kernel("encode", numbers.dtype, device)
+        if kernel is None:
+            self._encode_plainly(numbers, out, factors, noises)
+            return
+        table, keys = self.adaptive_table(device), None
+        scratch = workspace.empty((table.groups,), torch.int32, device)
+        if self.codec.stochastic:
+            assert noises is not None
+            keys = workspace.empty((KEY_SIZE, len(self.segments)), torch.int32, device)
+            self.write_keys(noises, keys)
+        kernel(numbers, out, table, scratch, factors, keys)
+
+    def _encode_plainly(self, numbers: Tensor, out: Tensor, factors: Tensor | None, noises: Noises | None) -> None:
         for region in self.regions:
             parts = [numbers[s.start : s.start + s.part.size].to(torch.float32) for s in region.segments]
             if factors is not None:
@@ -73,10 +150,17 @@ class AdaptiveGroup(CodecGroup):
         workspace: NewMemory,
     ) -> None:
         """Write to `out` the sums of what `messages` buffers say, times the factor of their layer, divided."""
+        device = out.device
+        kernel = self._kernel("decode", out.dtype, device)
+        if kernel is not None:
+            table = self.adaptive_table(device)
+            scratch = workspace.empty((messages * table.groups,), torch.int32, device)
+            kernel(source, out, table, scratch, factors, divisor, messages, stride)
+            return
         for region in self.regions:
-            sums = self._read(source, region, out.device)
+            sums = self._read(source, region, device)
             for message in range(1, messages):
-                for total, more in zip(sums, self._read(source[message * stride :], region, out.device), strict=True):
+                for total, more in zip(sums, self._read(source[message * stride :], region, device), strict=True):
                     total.add_(more)
             for total, segment in zip(sums, region.segments, strict=True):
                 if factors is not None:
