@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import ranks
 import torch
 
 import lowp
@@ -92,7 +93,7 @@ def headers(scales):
 def widths_of(part_bytes, group_bytes, layers, planes):
     """By trying levels from above."""
     priorities = [
-        None if byte == 0 else (byte - 255) + 2 * (part - 127) - layer.bit_length()
+        None if byte == 0 else (byte - 255) + 3 * (part - 127) - layer.bit_length() // 2
         for part, groups, layer in zip(part_bytes, group_bytes, layers, strict=True)
         for byte in groups
     ]
@@ -120,7 +121,7 @@ def reference_message(parts, layers, bits):
     every = [grouped(part) for part in parts]
     scales = [[scale_of(group) for group in groups] for groups in every]
     part_bytes, group_bytes = zip(*(headers(s) for s in scales), strict=True)
-    groups, payload, planes = lengths([len(part) for part in parts], bits)
+    _, payload, planes = lengths([len(part) for part in parts], bits)
     widths = iter(widths_of(part_bytes, group_bytes, layers, planes))
     header = bytes(part_bytes) + bytes(byte for own in group_bytes for byte in own)
     message = bytearray(header + bytes(payload - len(header)))
@@ -143,7 +144,7 @@ def reference_message(parts, layers, bits):
 
 
 def reference_numbers(message, sizes, layers, bits):
-    groups, payload, planes = lengths(sizes, bits)
+    _, payload, planes = lengths(sizes, bits)
     counts = [-(-size // 64) for size in sizes]
     part_bytes, rest, group_bytes = message[: len(sizes)], message[len(sizes) :], []
     for count in counts:
@@ -304,11 +305,11 @@ def test_bits_go_where_the_energy_is():
 
 
 def test_a_layer_of_small_gradients_is_not_starved():
-    """Two layers, one 2^10 times larger: by energy alone the other would be zero."""
-    gradients = {"large": normal(2, 1 << 15), "small": normal(3, 1 << 15) * 2.0**-10}
+    """Two layers, one 2^5 times larger: by energy alone the other would have an error of .24."""
+    gradients = {"large": normal(2, 1 << 15), "small": normal(3, 1 << 15) * 2.0**-5}
     found = lowp.VirtualWorld(1).all_reduce([gradients], "adaptive:4.125", reduction="one_shot")
-    assert error(found["large"], gradients["large"]) < 0.001
-    assert error(found["small"], gradients["small"]) < 0.4
+    assert error(found["large"], gradients["large"]) < 0.0007
+    assert error(found["small"], gradients["small"]) < 0.15
 
 
 @pytest.mark.parametrize("power", [-100, -30, 30, 100])
@@ -348,6 +349,59 @@ def test_stochastic_rounding_is_unbiased(bits):
     sure = 5 * float(along.std()) / len(every) ** 0.5
     assert abs(float(along.mean()) - 1) < sure
     assert bits < 6 or sure < 0.0005
+
+
+@pytest.mark.parametrize("shards", [2, 3, 8])
+def test_striped_shards_have_all_numbers_once_and_a_share_of_every_layer(shards):
+    codec = codec_of("adaptive:4")
+    layers = tuple(Layer(str(i), size, codec, i) for i, size in enumerate((1, 70, 0, 64 * 8 * 20, 100_000, 63)))
+    for chunk in chunks_of(layers, shards, (60_000, 5_000)):
+        chosen = torch.cat([shard.take(torch.arange(chunk.size)) for shard in chunk.shards])
+        assert torch.equal(chosen.sort().values, torch.arange(chunk.size))
+        sizes = [shard.size for shard in chunk.shards]
+        assert max(sizes) - min(sizes) <= 64 * 3  # a group, and those that are not full
+        large = [sum(part.size for part in shard.parts if part.layer == 4) for shard in chunk.shards]
+        assert max(large) - min(large) <= 64 * 4
+        back = torch.empty(chunk.size)
+        for shard in chunk.shards:
+            shard.put(shard.take(torch.arange(chunk.size)).float(), back)
+        assert torch.equal(back, torch.arange(chunk.size).float())
+
+
+SHAPES = {"weight": torch.Size([120, 130]), "bias": torch.Size([33]), "head": torch.Size([10, 77]), "norm": torch.Size([5])}
+REAL = [
+    {"format": "adaptive:3.3", "reduction": "two_shot"},
+    {"format": "adaptive:4", "reduction": "ring", "rounding": "stochastic"},
+    {"format": "adaptive:4", "reduction": "hierarchical(2)", "error_feedback": True, "skip": "1d"},
+    {"format": "adaptive:5", "reduction": "two_shot", "error_feedback": True, "chunk": 9000},
+    {"format": "adaptive:2", "reduction": "hybrid", "layers": {"head": "adaptive:6", "bias": "e4m3fn"}, "kahan": True},
+]
+
+
+def gradients_of(rank, step):
+    return {name: normal(100 * rank + 10 * step + i, *shape) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def real_steps(rank):
+    found = []
+    set_kernel_policy("auto")
+    for case in REAL:
+        compressor = Compressor(SHAPES, Settings.of(**case))
+        with building():
+            found += [compressor.reduce(gradients_of(rank, step)) for step in range(2)]
+        compressor.close()
+    return found
+
+
+def test_real_ranks_with_kernels_are_virtual_ones_with_plain_operations():
+    everybody = ranks.run(real_steps, 3)
+    for number, case in enumerate(REAL):
+        exchange = VirtualExchange(3, SHAPES, Settings.of(**case))
+        for step in range(2):
+            virtual = exchange.reduce(lambda rank, step=step: gradients_of(rank, step))
+            for real in everybody:
+                for name, total in virtual.items():
+                    assert torch.equal(total, real[2 * number + step][name]), (case, step, name)
 
 
 def test_steps_are_the_same_after_a_resume():

@@ -20,10 +20,10 @@ A group is encoded in five steps.
 5. The receiver takes the mean of a normal number within each interval, transforms back and multiplies by the scale.
 
 **Widths** follow from the bytes before the planes, in integers, on both sides. The priority of a group is
-s - 2 P - log2(size of its layer), in quarters of an octave: half of what its energy says (which would starve layers of small
-gradients), half of what would treat all layers alike. A group has the k-th bit if its priority is at least
-`level + STEPS[k]`, where the spacing of STEPS is what one more bit brings. `level` is the least for which the planes suffice.
-Planes that are left go to the first groups that the next level would give one more.
+s - P - log2(size of its layer) / 2, in quarters of an octave: three quarters of what its energy says (which alone would starve
+layers of small gradients), one quarter of what would treat all layers alike. A group has the k-th bit if its priority is
+`level + STEPS[k]` or more, where the spacing of STEPS is what one more bit brings. `level` is the least for which the planes
+suffice. Planes that are left go to the first groups that the next level would give one more.
 
 **rounding="stochastic"** is the unbiased mode: levels are uniform from minus to plus the largest magnitude of the transformed
 group, its scale (rounded up), and each number goes to one of its two neighbours at random. A group that is not zero has at
@@ -88,7 +88,7 @@ def parse_adaptive(text: str) -> Adaptive:
 
 @dataclass(frozen=True)
 class AdaptiveLayout:
-    """Where everything lies in the message of some parts. `counts`: groups of each; `sizes`: log2 of its layer's size."""
+    """Where everything lies in the message of some parts. `counts`: groups of each; `sizes`: log2 of its layer's size / 2."""
 
     counts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -99,7 +99,7 @@ class AdaptiveLayout:
     def of(parts: Sequence[int], layers: Sequence[int], bits: float, stochastic: bool) -> "AdaptiveLayout":
         """`parts`: numbers of each part; `layers`: numbers of the layer of each."""
         counts = tuple(-(-size // GROUP) for size in parts)
-        return AdaptiveLayout(counts, tuple(size.bit_length() for size in layers), bits, stochastic)
+        return AdaptiveLayout(counts, tuple(size.bit_length() // 2 for size in layers), bits, stochastic)
 
     @property
     def groups(self) -> int:
@@ -260,7 +260,7 @@ def widths(part_bytes: Tensor, group_bytes: Tensor, owners: Tensor, layout: Adap
     """How many bits each group has: int64. (A part that is zero or not finite has groups of byte 0.)"""
     device = group_bytes.device
     sizes = torch.tensor(layout.sizes, device=device)
-    priority = group_bytes.to(torch.int64) - 255 + (2 * (part_bytes.to(torch.int64) - BIAS) - sizes)[owners]
+    priority = group_bytes.to(torch.int64) - 255 + (3 * (part_bytes.to(torch.int64) - BIAS) - sizes)[owners]
     there = group_bytes != ZERO
     steps = steps_of(layout.stochastic)
     counts = torch.bincount(priority[there] + LEVELS, minlength=2 * LEVELS)

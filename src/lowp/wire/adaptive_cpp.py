@@ -109,7 +109,7 @@ static long allocate(const uint8_t* message, const Part* parts, const Region& re
     long begin = 0;
     for (long p = 0; p < region.parts; p++) {
         const Part& part = parts[region.first_part + p];
-        const long offset = 2 * (message[p] - BIAS) - part.size - 255 + LEVELS, end = begin + (part.count + 63) / 64;
+        const long offset = 3 * (message[p] - BIAS) - part.size - 255 + LEVELS, end = begin + (part.count + 63) / 64;
         for (long g = begin; g < end; g++) if (bytes[g]) at_least[bytes[g] + offset]++;
         begin = end;
     }
@@ -133,7 +133,7 @@ static long allocate(const uint8_t* message, const Part* parts, const Region& re
     begin = 0;
     for (long p = 0; p < region.parts; p++) {
         const Part& part = parts[region.first_part + p];
-        const long offset = 2 * (message[p] - BIAS) - part.size - 255 - low + 1, end = begin + (part.count + 63) / 64;
+        const long offset = 3 * (message[p] - BIAS) - part.size - 255 - low + 1, end = begin + (part.count + 63) / 64;
         for (long g = begin; g < end; g++) {
             long own = 0;
             if (bytes[g]) {

@@ -33,7 +33,7 @@ class Region(NamedTuple):
 class AdaptiveTable(NamedTuple):
     """Where everything lies, for kernels.
 
-    parts: int64 [parts, 6]: numbers, layer, the first number, region, first group, log2 of the layer's size.
+    parts: int64 [parts, 6]: numbers, layer, the first number, region, first group, half of the log2 of the layer's size.
     regions: int64 [regions, 7]: first byte, parts, groups, planes, where planes begin, first part, first group.
     items: int32 [items, 2]: stretches of `ITEM` groups: part, first group within it.
     """

@@ -21,7 +21,8 @@ from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 
 class Messages:
-    """`codec_of` gives a part's codec. Numbers of shard i begin at `starts[i]`, its message at `begins[i]` of the buffer.
+    """`codec_of` gives a part's codec. Numbers of shard i begin at `starts[i]` (those of striped shards are at their places in
+    the chunk), its message at `begins[i]` of the buffer.
 
     Without `begins`, messages follow each other; without `starts`, shards do.
     """
@@ -43,7 +44,7 @@ class Messages:
         for number, shard in enumerate(self.shards):
             start = start if starts is None else starts[number]
             begin = begin if begins is None else begins[number]
-            end = self._place(shard, codec_of, index, start, begin)
+            end = self._place(shard, codec_of, index, start, begin, starts is not None)
             self.spans.append((begin, end))
             index, start, begin = index + len(shard.parts), start + shard.size, end
         self.groups = list(self._groups.values())
@@ -51,16 +52,19 @@ class Messages:
         self.length = max((end for _, end in self.spans), default=0)
         self.elements = sum(shard.size for shard in self.shards)
 
-    def _place(self, shard: Shard, codec_of: Callable[[Part], Codec], index: int, start: int, begin: int) -> int:
+    def _place(
+        self, shard: Shard, codec_of: Callable[[Part], Codec], index: int, start: int, begin: int, in_chunk: bool
+    ) -> int:
         """One shard's parts, one after the other; at the end, all adaptive ones together. Where does its message end?"""
         together: dict[Codec, list[Segment]] = {}
         for number, part in enumerate(shard.parts):
             codec = codec_of(part)
+            first = part.place if in_chunk and part.place is not None else start + part.offset
             if codec.adaptive:
-                together.setdefault(codec, []).append(Segment(index + number, part, start + part.offset, 0, 0))
+                together.setdefault(codec, []).append(Segment(index + number, part, first, 0, 0))
                 continue
             end = begin + codec.wire_bytes(part.size)
-            segment = Segment(index + number, part, start + part.offset, begin, end)
+            segment = Segment(index + number, part, first, begin, end)
             self._groups.setdefault(codec, CodecGroup(codec)).segments.append(segment)
             begin = end
         for codec, segments in together.items():
