@@ -300,7 +300,7 @@ extern "C" void run(const stored* numbers, uint8_t* out, const Part* parts, cons
                     const int32_t* keys, long threads) {
     over_groups(parts, items, item_count, threads, [&](const Part& part, long g, auto full) __attribute__((always_inline)) {
         f32 x[4];
-        get(numbers, part, g, splat<f32>(factors ? factors[part.layer] : 1.0f), x, full);
+        get(numbers, part, g, splat<f32>(factors[part.layer]), x, full);
         scratch[part.group + g] = scale_of(x);
     });
     #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if(threads > 1 && region_count > 1)
@@ -319,7 +319,7 @@ extern "C" void run(const stored* numbers, uint8_t* out, const Part* parts, cons
         const int32_t scale = message[region.parts + part.group - region.first_group + g] - 255
                               + 4 * (message[&part - parts - region.first_part] - BIAS);
         f32 x[4];
-        get(numbers, part, g, splat<f32>(factors ? factors[part.layer] : 1.0f), x, full);
+        get(numbers, part, g, splat<f32>(factors[part.layer]), x, full);
         const f32 unit = splat<f32>(power_of_two(-(scale >> 2))), factor = splat<f32>(FACTORS[scale & 3]);
         for (int v = 0; v < 4; v++) x[v] = (f32)((i32)(x[v] * unit) ^ SIGN[v]);
         transform(x);
@@ -416,9 +416,9 @@ extern "C" void run(const uint8_t* source, stored* out, const Part* parts, const
             }
             for (int v = 0; v < 4; v++) sum[v] = m ? sum[v] + x[v] : x[v];
         }
-        const f32 factor = splat<f32>(factors ? factors[part.layer] : 1.0f), parts_of = splat<f32>((float)divisor);
+        const f32 factor = splat<f32>(factors[part.layer]), parts_of = splat<f32>((float)divisor);
         for (int v = 0; v < 4; v++) {
-            f32 x = factors ? sum[v] * factor : sum[v];
+            f32 x = sum[v] * factor;
             if (divisor != 1) x = x / parts_of;
             const long room = decltype(full)::value ? 16 : of_vector(part.count - 64 * g, v);
             store(out + part.start + 64 * g + 16 * v, TO_STORED, room);
@@ -454,13 +454,13 @@ class CppEncoder:
         out: Tensor,
         table: "AdaptiveTable",
         scratch: Tensor,
-        factors: Tensor | None,
+        factors: Tensor,
         keys: Tensor | None,
     ) -> None:
         assert keys is None or keys.shape == (KEY_SIZE, len(table.parts))
         self._run(
             numbers.data_ptr(), out.data_ptr(), table.parts.data_ptr(), table.regions.data_ptr(), len(table.regions),
-            table.items.data_ptr(), len(table.items), scratch.data_ptr(), None if factors is None else factors.data_ptr(),
+            table.items.data_ptr(), len(table.items), scratch.data_ptr(), factors.data_ptr(),
             len(table.parts), None if keys is None else keys.data_ptr(), _threads(table),
         )  # fmt: skip
 
@@ -477,14 +477,14 @@ class CppDecoder:
         out: Tensor,
         table: "AdaptiveTable",
         scratch: Tensor,
-        factors: Tensor | None,
+        factors: Tensor,
         divisor: int,
         messages: int,
         stride: int,
     ) -> None:
         self._run(
             source.data_ptr(), out.data_ptr(), table.parts.data_ptr(), table.regions.data_ptr(), len(table.regions),
-            table.items.data_ptr(), len(table.items), scratch.data_ptr(), None if factors is None else factors.data_ptr(),
+            table.items.data_ptr(), len(table.items), scratch.data_ptr(), factors.data_ptr(),
             table.groups, divisor, messages, stride, _threads(table),
         )  # fmt: skip
 

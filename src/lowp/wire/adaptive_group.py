@@ -11,7 +11,7 @@ from lowp.tensor import kernels
 from lowp.tensor.lists.parts import PartsFunction
 from lowp.tensor.noise import KEY_SIZE
 from lowp.wire import adaptive
-from lowp.wire.adaptive import AdaptiveLayout
+from lowp.wire.adaptive import LEVELS, AdaptiveLayout
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.workspace import NewMemory
 
@@ -36,12 +36,22 @@ class AdaptiveTable(NamedTuple):
     parts: int64 [parts, 6]: numbers, layer, the first number, region, first group, half of the log2 of the layer's size.
     regions: int64 [regions, 7]: first byte, parts, groups, planes, where planes begin, first part, first group.
     items: int32 [items, 2]: stretches of `ITEM` groups: part, first group within it.
+    owners: int32 [groups]: the part of each group.
     """
 
     parts: Tensor
     regions: Tensor
     items: Tensor
-    groups: int
+    owners: Tensor
+
+    @property
+    def groups(self) -> int:
+        return len(self.owners)
+
+    def room(self, messages: int) -> int:
+        """For a number of each group, and (of Triton's kernels) a histogram of each region."""
+        on_gpu = self.owners.device.type == "cuda"
+        return messages * (self.groups + (2 * LEVELS * len(self.regions) if on_gpu else 0))
 
 
 class AdaptiveFunction(NamedTuple):
@@ -56,7 +66,9 @@ class AdaptiveFunction(NamedTuple):
             from lowp.wire.adaptive_cpp import CppDecoder, CppEncoder
 
             return (CppEncoder if self.kind == "encode" else CppDecoder)(self.dtype, self.stochastic)
-        raise NotImplementedError("adaptive messages have no kernel for this device")
+        from lowp.wire.adaptive_triton import TritonDecoder, TritonEncoder
+
+        return (TritonEncoder if self.kind == "encode" else TritonDecoder)(self.dtype, self.stochastic, device)
 
 
 @dataclass(eq=False)
@@ -85,20 +97,20 @@ class AdaptiveGroup(CodecGroup):
 
     def adaptive_table(self, device: torch.device) -> AdaptiveTable:
         if device not in self._adaptive_tables:
-            parts, regions, items, group = [], [], [], 0
+            parts, regions, items, owners = [], [], [], []
             for number, region in enumerate(self.regions):
                 layout = region.layout
-                places = (layout.planes, layout.payload, len(parts), group)
+                places = (layout.planes, layout.payload, len(parts), len(owners))
                 regions.append((region.begin, len(region.segments), layout.groups, *places))
                 for segment, count, size in zip(region.segments, layout.counts, layout.sizes, strict=True):
                     items += [(len(parts), first) for first in range(0, count, ITEM)]
-                    parts.append((segment.part.size, segment.part.layer, segment.start, number, group, size))
-                    group += count
+                    parts.append((segment.part.size, segment.part.layer, segment.start, number, len(owners), size))
+                    owners += [len(parts) - 1] * count
             self._adaptive_tables[device] = AdaptiveTable(
                 torch.tensor(parts, dtype=torch.int64).to(device),
                 torch.tensor(regions, dtype=torch.int64).to(device),
                 torch.tensor(items, dtype=torch.int32).reshape(-1, 2).to(device),
-                group,
+                torch.tensor(owners, dtype=torch.int32).to(device),
             )
         return self._adaptive_tables[device]
 
@@ -113,7 +125,7 @@ class AdaptiveGroup(CodecGroup):
         count = sum(segment.part.size for segment in self.segments)
         return kernels.get_or_build(function, device, count, lambda what, device: what.build(device))
 
-    def encode(self, numbers: Tensor, out: Tensor, factors: Tensor | None, noises: Noises | None, workspace: NewMemory) -> None:
+    def encode(self, numbers: Tensor, out: Tensor, factors: Tensor, noises: Noises | None, workspace: NewMemory) -> None:
         """Write the messages of `numbers`, each times the factor of its layer, to `out`."""
         device = numbers.device
         kernel = self._kernel("encode", numbers.dtype, device)
@@ -121,19 +133,19 @@ class AdaptiveGroup(CodecGroup):
             self._encode_plainly(numbers, out, factors, noises)
             return
         table, keys = self.adaptive_table(device), None
-        scratch = workspace.empty((table.groups,), torch.int32, device)
+        scratch = workspace.zeros((table.room(1) + len(table.parts),), device)
         if self.codec.stochastic:
             assert noises is not None
             keys = workspace.empty((KEY_SIZE, len(self.segments)), torch.int32, device)
             self.write_keys(noises, keys)
         kernel(numbers, out, table, scratch, factors, keys)
 
-    def _encode_plainly(self, numbers: Tensor, out: Tensor, factors: Tensor | None, noises: Noises | None) -> None:
+    def _encode_plainly(self, numbers: Tensor, out: Tensor, factors: Tensor, noises: Noises | None) -> None:
         for region in self.regions:
-            parts = [numbers[s.start : s.start + s.part.size].to(torch.float32) for s in region.segments]
-            if factors is not None:
-                layers = (segment.part.layer for segment in region.segments)
-                parts = [part * factors.view(-1)[layer] for part, layer in zip(parts, layers, strict=True)]
+            parts = [
+                numbers[s.start : s.start + s.part.size].to(torch.float32) * factors.view(-1)[s.part.layer]
+                for s in region.segments
+            ]
             own = None
             if self.codec.stochastic and noises is not None:
                 own = [noises(segment.part) for segment in region.segments]
@@ -143,7 +155,7 @@ class AdaptiveGroup(CodecGroup):
         self,
         source: Tensor,
         out: Tensor,
-        factors: Tensor | None,
+        factors: Tensor,
         divisor: int,
         messages: int,
         stride: int,
@@ -154,7 +166,7 @@ class AdaptiveGroup(CodecGroup):
         kernel = self._kernel("decode", out.dtype, device)
         if kernel is not None:
             table = self.adaptive_table(device)
-            scratch = workspace.empty((messages * table.groups,), torch.int32, device)
+            scratch = workspace.empty((table.room(messages),), torch.int32, device)
             kernel(source, out, table, scratch, factors, divisor, messages, stride)
             return
         for region in self.regions:
@@ -163,8 +175,7 @@ class AdaptiveGroup(CodecGroup):
                 for total, more in zip(sums, self._read(source[message * stride :], region, device), strict=True):
                     total.add_(more)
             for total, segment in zip(sums, region.segments, strict=True):
-                if factors is not None:
-                    total.mul_(factors.view(-1)[segment.part.layer])
+                total.mul_(factors.view(-1)[segment.part.layer])
                 out[segment.start : segment.start + segment.part.size] = total if divisor == 1 else total.div_(divisor)
 
     def _read(self, source: Tensor, region: Region, device: torch.device) -> list[Tensor]:

@@ -118,7 +118,7 @@ class Messages:
         device = numbers.device
         for place, group in enumerate(self.groups):
             if isinstance(group, AdaptiveGroup):
-                group.encode(numbers, out, factors, noises, workspace)
+                group.encode(numbers, out, self._of_layers(factors, device), noises, workspace)
                 continue
             function = group.function("encode", numbers.dtype)
             kernel = group.kernel(function, device)
@@ -192,12 +192,12 @@ class Messages:
         Sums are float32, then times the factor of their layer, then divided. Returns what `measure` would find in `out`.
         """
         device, found = out.device, []
-        of_layers = self._of_layers(factors, device)
+        of_layers = own_factors = self._of_layers(factors, device)
         if divisor != 1:
             of_layers = torch.stack([of_layers, torch.full_like(of_layers, divisor)])
         for group in self.groups:
             if isinstance(group, AdaptiveGroup):
-                group.decode(source, out, factors, divisor, messages, stride, workspace)
+                group.decode(source, out, own_factors, divisor, messages, stride, workspace)
                 found.append(None)
                 continue
             kinds = (False, False) if wanted is None else wanted(group.codec)
