@@ -195,7 +195,7 @@ CASES = {
 def test_bytes_and_numbers_are_those_of_the_description(case, bits):
     parts = [torch.as_tensor(part, dtype=torch.float32).view(-1) for part in CASES[case]]
     layers = [1000 * (i + 1) for i in range(len(parts))]
-    layout = adaptive.AdaptiveLayout.of([part.numel() for part in parts], layers, bits, stochastic=False)
+    layout = adaptive.AdaptiveLayout.of([part.numel() for part in parts], layers, [bits] * len(parts), stochastic=False)
     out = torch.full((layout.length,), 77, dtype=torch.uint8)
     adaptive.encode(parts, layout, out)
     with np.errstate(over="ignore", invalid="ignore"):

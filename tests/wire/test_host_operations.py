@@ -21,6 +21,8 @@ CASES = [
     ("e5m2", {"scale": "aps", "error_feedback": True}),
     ("e5m2", {"scale": "aps_delayed"}),
     ("e5m2", {"scale": "aps", "layers": {"p1*": "fp32"}}),
+    ("adaptive:4", {}),
+    ("adaptive:4", {"rounding": "stochastic", "error_feedback": True, "layers": {"p1*": "fp32"}}),
 ]
 VIEWS = ("view", "slice", "select", "as_strided", "unbind", "alias", "detach")
 

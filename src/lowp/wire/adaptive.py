@@ -1,8 +1,8 @@
 """`adaptive:<bits>`: a budget of bits for each number on average, spent where the gradient has its energy.
 
-One message has the numbers of all adaptive parts of one shard. Its length follows from the number of elements and the budget
-alone. Within it, the sender decides, and the message describes itself: ranks agree on nothing, and nothing is remembered from
-step to step. A message has
+One message has the numbers of all adaptive parts of one shard. Its length follows from the sizes of layers and the budget
+alone (`layer_budgets`). Within it, the sender decides, and the message describes itself: ranks agree on nothing, and nothing is
+remembered from step to step. A message has
 
     part bytes    one a part: 0 = all zero, 255 = something is not finite, else 127 + P: scales of its groups are up to 2^P
     group bytes   one a group of 64 numbers of a part (the last group of a part is filled up with zeros): 0 = all zero, else
@@ -64,6 +64,7 @@ SEGMENTS, SEGMENT = 32, 1024  # of the curve, and units in each
 _SPREAD = (
     1.62  # of the curve: sqrt(3) is best for many levels, 1.46 for four; up to 2.3 % worse than the best levels of each width
 )
+_SIZES_COUNT = 0.75
 F32_MAX = torch.finfo(torch.float32).max
 LEVELS = 1024  # priorities are between +- this
 
@@ -92,13 +93,14 @@ class AdaptiveLayout:
 
     counts: tuple[int, ...]
     sizes: tuple[int, ...]
-    bits: float
+    bits: float  # of the whole message, over 64
     stochastic: bool
 
     @staticmethod
-    def of(parts: Sequence[int], layers: Sequence[int], bits: float, stochastic: bool) -> "AdaptiveLayout":
-        """`parts`: numbers of each part; `layers`: numbers of the layer of each."""
+    def of(parts: Sequence[int], layers: Sequence[int], budgets: Sequence[float], stochastic: bool) -> "AdaptiveLayout":
+        """`parts`: numbers of each part; `layers`: numbers of the layer of each; `budgets`: bits for each of its numbers."""
         counts = tuple(-(-size // GROUP) for size in parts)
+        bits = sum(count * budget for count, budget in zip(counts, budgets, strict=True))
         return AdaptiveLayout(counts, tuple(size.bit_length() // 2 for size in layers), bits, stochastic)
 
     @property
@@ -113,7 +115,7 @@ class AdaptiveLayout:
     @property
     def planes(self) -> int:
         """How many there are: what the budget leaves. A single group has at least one."""
-        left = math.floor(self.bits * self.groups) - self.payload // PLANE
+        left = math.floor(self.bits) - self.payload // PLANE
         return max(left, self.groups if self.stochastic else min(1, self.groups))
 
     @property
@@ -124,6 +126,27 @@ class AdaptiveLayout:
         """The part of each group."""
         counts = torch.tensor(self.counts, device=device)
         return torch.repeat_interleave(torch.arange(len(self.counts), device=device), counts)
+
+
+def layer_budgets(sizes: Sequence[int], bits: float) -> list[float]:
+    """Bits for each number of layers of these sizes, `bits` on average: what their messages will have between them.
+
+    Before a gradient is seen, its layers are expected to have the same energy, as they nearly have in a ResNet: a layer 4 times
+    as large has numbers half as large, which need one bit less. `_SIZES_COUNT` of that is believed. It matters where layers are
+    in different messages; within one, bits go where the energy is.
+    """
+    most, least = MOST_BITS, max(bits / 2, min(bits, LEAST_UNBIASED))
+    less = [_SIZES_COUNT / 2 * math.log2(max(size, GROUP)) for size in sizes]
+
+    def budgets(level: float) -> list[float]:
+        return [math.floor(256 * min(most, max(least, level - own))) / 256 for own in less]
+
+    low, high = 0.0, 64.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        spent = sum(size * budget for size, budget in zip(sizes, budgets(middle), strict=True))
+        low, high = (middle, high) if spent <= bits * sum(sizes) else (low, middle)
+    return budgets(low)
 
 
 # The curve, and what codes stand for.

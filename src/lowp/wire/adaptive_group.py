@@ -79,8 +79,13 @@ class AdaptiveGroup(CodecGroup):
 
     def place(self, segments: list[Segment], begin: int) -> int:
         """Lay out one shard's parts from a byte on. Where does the region end?"""
-        sizes = [segment.part.size for segment in segments]
-        layout = self.codec.adaptive_layout(sizes, [segment.part.layer_size for segment in segments])
+        parts = [segment.part for segment in segments]
+        layout = AdaptiveLayout.of(
+            [part.size for part in parts],
+            [part.layer_size for part in parts],
+            [part.budget or self.codec.bits for part in parts],
+            self.codec.stochastic,
+        )
         end = begin + layout.length
         placed = [segment._replace(begin=begin, end=end) for segment in segments]
         self.regions.append(Region(begin, layout, placed))

@@ -9,8 +9,8 @@ thread. So nothing is exchanged between threads but in `widths`, which walks ove
 - codes: numbers again, to planes. Or numbers: planes of all messages to sums.
 
 Planes are 64 bits. Eight codes are the bytes of a 64-bit number, whose transpose (as 8 x 8 bits) has a byte for each plane.
-Multiplications and additions are not fused: the same bits as on a CPU. The text is printed by Python because Triton has no arrays
-of variables.
+Multiplications and additions are not fused: the same bits as on a CPU. The text is printed by Python because Triton has no
+arrays of variables.
 """
 
 from functools import lru_cache
@@ -401,10 +401,16 @@ class TritonDecoder:
 
     def __init__(self, dtype: torch.dtype, stochastic: bool, device: torch.device) -> None:
         self._widths = _Launch(widths_text(stochastic, clears=False), _OF_WIDTHS, device)
-        examples = [_U8, 1, 1, _I64, _I64, _I32, _F32, _I32, 1, dtype, _I16, _F32, 1]
-        self._numbers = {d: _Launch(numbers_text(dtype, d), examples, device) for d in (False, True)}
+        self._dtype, self._device = dtype, device
+        self._numbers: dict[bool, _Launch] = {}
         self._values = value_table(stochastic, device)
         self._units = adaptive.decode_units(stochastic).to(device)
+
+    def _launch(self, divides: bool) -> _Launch:
+        if divides not in self._numbers:
+            examples = [_U8, 1, 1, _I64, _I64, _I32, _F32, _I32, 1, self._dtype, _I16, _F32, 1]
+            self._numbers[divides] = _Launch(numbers_text(self._dtype, divides), examples, self._device)
+        return self._numbers[divides]
 
     def __call__(
         self,
@@ -423,7 +429,7 @@ class TritonDecoder:
         levels = scratch[messages * table.groups :]
         places = table.parts, table.regions
         self._widths((regions, messages), source, stride, *places, table.owners, levels, scratch, table.groups)
-        self._numbers[divisor != 1](
+        self._launch(divisor != 1)(
             (items, 1), source, stride, messages, *places, table.items, factors, scratch, table.groups, out,
             self._values, self._units, divisor,
         )  # fmt: skip

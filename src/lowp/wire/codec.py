@@ -20,7 +20,6 @@ here are plain torch operations on one part. part_kernels.py does the same to al
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -172,13 +171,12 @@ class Codec:
     def wire_bytes(self, count: int) -> int:
         """How many bytes `count` numbers take in one message part."""
         if self.adaptive:
-            return self.adaptive_layout([count]).length
+            return self.adaptive_layout(count).length
         return PartLayout.of(self, count).end if count else 0
 
-    def adaptive_layout(self, sizes: Sequence[int], layers: Sequence[int] | None = None) -> AdaptiveLayout:
-        """Of the message of parts with so many numbers, of layers with so many."""
-        assert isinstance(self.format, Adaptive)
-        return AdaptiveLayout.of(sizes, sizes if layers is None else layers, self.format.budget, self.stochastic)
+    def adaptive_layout(self, count: int) -> AdaptiveLayout:
+        """Of the message of one part."""
+        return AdaptiveLayout.of([count], [count], [self.bits], self.stochastic)
 
     def encode(self, numbers: Tensor, out: Tensor, noise: Noise | None = None, peak: Tensor | None = None) -> None:
         """Write flat float32 `numbers` to `out` (uint8). `peak` is the header of scales that do not compute their own.
@@ -187,7 +185,7 @@ class Codec:
         """
         count = numbers.numel()
         if self.adaptive:
-            adaptive.encode([numbers], self.adaptive_layout([count]), out, None if noise is None else [noise])
+            adaptive.encode([numbers], self.adaptive_layout(count), out, None if noise is None else [noise])
             return
         layout = PartLayout.of(self, count)
         if self.keep < 1:
@@ -228,7 +226,7 @@ class Codec:
         """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite)."""
         count = out.numel()
         if self.adaptive:
-            adaptive.decode(message, self.adaptive_layout([count]), [out])
+            adaptive.decode(message, self.adaptive_layout(count), [out])
             if peak is not None and count:
                 peak.copy_(message[:1])
             return

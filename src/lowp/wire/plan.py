@@ -44,12 +44,16 @@ def constants(values: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 @dataclass(frozen=True)
 class Layer:
-    """One parameter's gradient. `number` keys its noise, whatever the bucket it is in."""
+    """One parameter's gradient. `number` keys its noise, whatever the bucket it is in.
+
+    `budget`: bits for each number of an adaptive layer (adaptive.py); 0 stands for the codec's.
+    """
 
     name: str
     size: int
     codec: Codec
     number: int
+    budget: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Part:
     offset: int
     size: int
     layer_size: int = 0
+    budget: float = 0.0  # its layer's
     place: int | None = None
 
 
@@ -274,7 +279,8 @@ def _parts(layers: tuple[Layer, ...], start: int, stop: int, longest: int) -> It
     for index, layer, first, last, position in _stretches(layers, start, stop):
         for begin in range(first, last, longest):
             size = min(longest, last - begin)
-            yield Part(index, layer.codec, layer.number, begin - position, begin - start, size, layer.size)
+            place = (begin - position, begin - start, size, layer.size, layer.budget)
+            yield Part(index, layer.codec, layer.number, *place)
 
 
 STRIPES = 4  # of a layer in each shard; fewer where each would have fewer than
@@ -299,7 +305,7 @@ def _striped(layers: tuple[Layer, ...], start: int, stop: int, shards: int, long
                 shard = (turn + k) % shards
                 for at in range(first + GROUP * low, min(last, first + GROUP * high), longest):
                     size = min(longest, first + GROUP * high - at, last - at)
-                    place = (at - position, sizes[shard], size, layer.size, at - start)
+                    place = (at - position, sizes[shard], size, layer.size, layer.budget, at - start)
                     own[shard].append(Part(index, layer.codec, layer.number, *place))
                     sizes[shard] += size
             turn += longer
