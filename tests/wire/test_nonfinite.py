@@ -24,19 +24,6 @@ MORE_FORMATS = (
     *("fp32", "bf16", "fp16", "mxfp4", "nvfp4", "topk:0.1", "topk:0.1:int8", "e4m3fn", "int4", "mxint8", "mxfp8_e5m2"),
     "adaptive:4",
 )
-    "fp32",
-    "bf16",
-    "fp16",
-    "mxfp4",
-    "nvfp4",
-    "topk:0.1",
-    "topk:0.1:int8",
-    "e4m3fn",
-    "int4",
-    "mxint8",
-    "mxfp8_e5m2",
-    "adaptive:4",
-)
 BAD = (  # value, rank, layer, element
     (math.nan, 0, "first", 0),
     (math.inf, 2, "middle", 60),
