@@ -12,7 +12,7 @@ import torch
 import lowp
 from lowp.tensor.kernels import building, set_kernel_policy
 from lowp.tensor.noise import Domain
-from lowp.wire import adaptive
+from lowp.wire import adaptive, adaptive_tables
 from lowp.wire.codec import codec_of
 from lowp.wire.codec_group import PartNoise
 from lowp.wire.compressor import Compressor
@@ -212,7 +212,7 @@ def test_bytes_and_numbers_are_those_of_the_description(case, bits):
 
 def test_the_tables_are_those_of_the_first_version():
     """They are computed, and must be the same on every machine."""
-    tables = [*adaptive.curve(), adaptive.values(False).view(-1).tolist(), adaptive.values(True).view(-1).tolist()]
+    tables = [*adaptive_tables.curve(), adaptive.values(False).view(-1).tolist(), adaptive.values(True).view(-1).tolist()]
     tables += [adaptive.encode_factors(s).tolist() for s in (False, True)]
     tables += [adaptive.decode_units(s).view(-1).tolist() for s in (False, True)]
     digest = hashlib.sha256(repr([list(table) for table in tables]).encode()).hexdigest()

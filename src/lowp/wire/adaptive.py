@@ -38,7 +38,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,27 +45,32 @@ from torch import Tensor
 from lowp.formats import CodebookFormat
 from lowp.tensor.carrier import F32, power_of_two
 from lowp.tensor.noise import Noise, blocks, draw, key_tensor
-
-GROUP = 64  # numbers
-PLANE = GROUP // 8  # bytes
-WIDEST = 8  # bits of a code
-SIGNS = 0x9E3779B97F4A7C15  # bit i: is number i of a group multiplied by -1?
-STEPS = (0, 3, 6, 9, 13, 17, 21, 25)  # of a normal number's squared error at 0 to 8 bits: 2 log2 of the ratios of its decreases
-UNIFORM_STEPS = (-(1 << 20), 0, 7, 12, 16, 20, 24, 28)  # the same of 1 / (2^w - 1)^2; the first bit is everybody's
-LEAST_BITS, MOST_BITS = 1.0, 8.0
-LEAST_UNBIASED = 1.25  # a bit for each number, its group's byte, and a little more
-ZERO, NONFINITE = 0, 255
-LOWEST, HIGHEST = -126, 126  # exponents of scales
-BIAS = 127  # of a part's byte
-NEAREST = (2.0**0.25, 2.0**0.75)  # where a sum of squares goes to the next quarter octave of its root
-_FINE = 4096  # units of a scaled number before it becomes a code; 8 * _FINE is the largest that 64 numbers can have
-SEGMENTS, SEGMENT = 32, 1024  # of the curve, and units in each
-_SPREAD = (
-    1.62  # of the curve: sqrt(3) is best for many levels, 1.46 for four; up to 2.3 % worse than the best levels of each width
+from lowp.wire.adaptive_tables import (
+    BIAS,
+    F32_MAX,
+    FINE,
+    GROUP,
+    HIGHEST,
+    LEAST_BITS,
+    LEAST_UNBIASED,
+    LEVELS,
+    LOWEST,
+    MOST_BITS,
+    NEAREST,
+    NONFINITE,
+    PLANE,
+    SIGNS,
+    WIDEST,
+    ZERO,
+    decode_units,
+    encode_factors,
+    magnitudes_of,
+    quarters,
+    steps_of,
+    values,
 )
+
 _SIZES_COUNT = 0.75
-F32_MAX = torch.finfo(torch.float32).max
-LEVELS = 1024  # priorities are between +- this
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def parse_adaptive(text: str) -> Adaptive:
     bits = float(text.removeprefix("adaptive:"))
     if not LEAST_BITS <= bits <= MOST_BITS:
         raise ValueError(f"adaptive has {LEAST_BITS:g} to {MOST_BITS:g} bits for each number, not {bits:g}")
-    return Adaptive(f"adaptive:{bits:g}", tuple((values(False)[WIDEST] / _FINE).tolist()), bits)
+    return Adaptive(f"adaptive:{bits:g}", tuple((values(False)[WIDEST] / FINE).tolist()), bits)
 
 
 @dataclass(frozen=True)
@@ -147,69 +151,6 @@ def layer_budgets(sizes: Sequence[int], bits: float) -> list[float]:
         spent = sum(size * budget for size, budget in zip(sizes, budgets(middle), strict=True))
         low, high = (middle, high) if spent <= bits * sum(sizes) else (low, middle)
     return budgets(low)
-
-
-# The curve, and what codes stand for.
-
-
-@lru_cache(maxsize=1)
-def curve() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each segment: the 16-bit value at its beginning, and by how much it rises."""
-    knots = [round(65536 * math.erf(8 * k / SEGMENTS / (_SPREAD * math.sqrt(2)))) for k in range(SEGMENTS + 1)]
-    knots = [min(knot, 65535) for knot in knots]
-    return tuple(knots[:-1]), tuple(after - before for before, after in pairwise(knots))
-
-
-def magnitudes_of(fine: Tensor) -> Tensor:
-    """The 7 bits of magnitudes in units of 1 / 4096 scale (int32, below 32768)."""
-    base, rise = (torch.tensor(each, dtype=torch.int32, device=fine.device) for each in curve())
-    segment = (fine >> 10).to(torch.int64)
-    return (base[segment] + (rise[segment] * (fine & (SEGMENT - 1)) >> 10)) >> 9
-
-
-@lru_cache(maxsize=2)
-def values(stochastic: bool) -> Tensor:
-    """What codes stand for, int16 [9, 256]: the upper w bits of a code, for each width w.
-
-    To nearest: the mean of normal numbers within the code's interval, in 1 / 4096. Stochastic: 2 code + 1 - 2^w.
-    """
-    found = torch.zeros(WIDEST + 1, 256, dtype=torch.int16)
-    if stochastic:
-        for width in range(1, WIDEST + 1):
-            found[width, : 1 << width] = torch.arange(1 << width) * 2 + 1 - (1 << width)
-        return found
-    fine = torch.arange(8 * _FINE, dtype=torch.int32)
-    magnitude = magnitudes_of(fine).to(torch.int64)
-    middle = fine.to(torch.float64) + 0.5
-    weight = torch.exp(-((middle / _FINE) ** 2) / 2)
-    sums = [torch.zeros(128, dtype=torch.float64).index_add(0, magnitude, x) for x in (weight, weight * middle)]
-    for width in range(1, WIDEST + 1):
-        half = 1 << (width - 1)
-        mean = (sums[1].view(half, -1).sum(1) / sums[0].view(half, -1).sum(1)).round().to(torch.int16)
-        found[width, :half], found[width, half : 2 * half] = mean, -mean
-    return found
-
-
-def quarters(sign: int) -> list[float]:
-    """2^(sign j/4) for j = 0 to 3."""
-    return [2.0 ** (sign * j / 4) for j in range(4)]
-
-
-@lru_cache(maxsize=2)
-def encode_factors(stochastic: bool) -> Tensor:
-    """By what transforms (which are 8 times too large) are multiplied: float32 [4], by s mod 4."""
-    return torch.tensor([(1 if stochastic else _FINE) / 8 * quarter for quarter in quarters(-1)], dtype=torch.float32)
-
-
-@lru_cache(maxsize=2)
-def decode_units(stochastic: bool) -> Tensor:
-    """What the transformed values of a group count in, less a power of two: float32 [9, 4], by width and s mod 4."""
-    per_width = [1.0] + [1.0 / ((1 << w) - 1) / 8 if stochastic else 1.0 / (8 * _FINE) for w in range(1, WIDEST + 1)]
-    return torch.tensor([[unit * quarter for quarter in quarters(1)] for unit in per_width], dtype=torch.float32)
-
-
-def steps_of(stochastic: bool) -> tuple[int, ...]:
-    return UNIFORM_STEPS if stochastic else STEPS
 
 
 # A group's transform and scale.
@@ -326,7 +267,7 @@ def encode(parts: Sequence[Tensor], layout: AdaptiveLayout, out: Tensor, noises:
         assert noises is not None
         codes = _stochastic(scaled, width, _drawn(noises, layout, device))
     else:
-        codes = magnitudes_of(scaled.abs().clamp(max=8.0 * _FINE - 1).to(torch.int32)) | torch.where(scaled < 0, 128, 0)
+        codes = magnitudes_of(scaled.abs().clamp(max=8.0 * FINE - 1).to(torch.int32)) | torch.where(scaled < 0, 128, 0)
     out[: len(parts)] = part_bytes.to(torch.uint8)
     out[len(parts) : len(parts) + layout.groups] = group_bytes.to(torch.uint8)
     out[len(parts) + layout.groups :] = 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.vectors import preamble
 from lowp.tensor.noise import KEY_SIZE
-from lowp.wire import adaptive
+from lowp.wire import adaptive_tables as tables
 
 if TYPE_CHECKING:
     from lowp.wire.adaptive_group import AdaptiveTable
@@ -50,27 +50,27 @@ def _array(kind: str, name: str, values: Sequence[float]) -> str:
 
 
 def _constants(stochastic: bool) -> str:
-    """The tables of adaptive.py."""
-    base, rise = adaptive.curve()
-    values = adaptive.values(stochastic)[:, :128].to(torch.int32)  # without a sign
+    """The tables, for all functions below."""
+    base, rise = tables.curve()
+    values = tables.values(stochastic)[:, :128].to(torch.int32)  # without a sign
     return "\n".join(
         [
             f"#define STOCHASTIC {int(stochastic)}",
-            f"#define SIGNS {adaptive.SIGNS}ull",
-            f"#define LEVELS {adaptive.LEVELS}",
-            f"#define LOWEST (4 * {adaptive.LOWEST})",
-            f"#define HIGHEST (4 * {adaptive.HIGHEST})",
-            f"#define BIAS {adaptive.BIAS}",
+            f"#define SIGNS {tables.SIGNS}ull",
+            f"#define LEVELS {tables.LEVELS}",
+            f"#define LOWEST (4 * {tables.LOWEST})",
+            f"#define HIGHEST (4 * {tables.HIGHEST})",
+            f"#define BIAS {tables.BIAS}",
             _array("uint16_t", "BASE", base),
             _array("uint16_t", "RISE", rise),
-            _array("int32_t", "STEPS", adaptive.steps_of(stochastic)),
-            _array("float", "UP", torch.tensor(adaptive.quarters(1), dtype=torch.float32).tolist()),
-            _array("float", "NEAREST", torch.tensor(adaptive.NEAREST, dtype=torch.float32).tolist()),
-            _array("float", "FACTORS", adaptive.encode_factors(stochastic).tolist()),
-            _array("float", "UNITS", adaptive.decode_units(stochastic).view(-1).tolist()),
+            _array("int32_t", "STEPS", tables.steps_of(stochastic)),
+            _array("float", "UP", torch.tensor(tables.quarters(1), dtype=torch.float32).tolist()),
+            _array("float", "NEAREST", torch.tensor(tables.NEAREST, dtype=torch.float32).tolist()),
+            _array("float", "FACTORS", tables.encode_factors(stochastic).tolist()),
+            _array("float", "UNITS", tables.decode_units(stochastic).view(-1).tolist()),
             _array("uint8_t", "LOW", (values & 0xFF).view(-1).tolist()),
             _array("uint8_t", "HIGH", (values >> 8 & 0xFF).view(-1).tolist()),
-            _array("int16_t", "VALUES", adaptive.values(stochastic).view(-1).tolist()),
+            _array("int16_t", "VALUES", tables.values(stochastic).view(-1).tolist()),
         ]
     )
 
@@ -428,16 +428,10 @@ extern "C" void run(const uint8_t* source, stored* out, const Part* parts, const
 """
 
 
-def _item() -> int:
-    from lowp.wire.adaptive_group import ITEM
-
-    return ITEM
-
-
 def _built(text: str, dtype: torch.dtype, stochastic: bool, arguments: Sequence[Any]) -> Any:
     stored, read, written = _DTYPES[dtype]
     lanes = ", ".join(map(str, range(16)))
-    defined = f"#define STORED {stored}\n#define FROM_STORED {read}\n#define TO_STORED {written}\n#define ITEM {_item()}"
+    defined = f"#define STORED {stored}\n#define FROM_STORED {read}\n#define TO_STORED {written}\n#define ITEM {tables.ITEM}"
     head = f"{preamble(16)}\n{defined}\n#define LANE_NUMBERS i32{{{lanes}}}\n{_constants(stochastic)}"
     return cpp.build_parallel(f"{head}{_COMMON}{text}", arguments)
 

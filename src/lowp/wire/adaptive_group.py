@@ -11,11 +11,10 @@ from lowp.tensor import kernels
 from lowp.tensor.lists.parts import PartsFunction
 from lowp.tensor.noise import KEY_SIZE
 from lowp.wire import adaptive
-from lowp.wire.adaptive import LEVELS, AdaptiveLayout
+from lowp.wire.adaptive import AdaptiveLayout
+from lowp.wire.adaptive_tables import ITEM, LEVELS
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.workspace import NewMemory
-
-ITEM = 128  # groups that a thread takes at once
 
 
 class Region(NamedTuple):

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from lowp.tensor.lists.triton import IMPORTS, TYPES, build
 from lowp.tensor.noise import KEY_SIZE
-from lowp.wire import adaptive
-from lowp.wire.adaptive import GROUP, LEVELS, SIGNS
+from lowp.wire import adaptive_tables as tables
+from lowp.wire.adaptive_tables import GROUP, ITEM, LEVELS, SIGNS
 
 if TYPE_CHECKING:
     from lowp.wire.adaptive_group import AdaptiveTable
 
-ITEM = 128  # groups of a program
 _SCAN = 2048  # groups that `widths` looks at at once
 _BINS = 2 * LEVELS
 _NUMBERS = range(GROUP)
@@ -99,13 +98,13 @@ def scales_text(dtype: torch.dtype, stochastic: bool) -> str:
     """s + LEVELS of each group, 0 for zeros; `tops` have the largest of each part, 1 << 20 where something is not finite."""
     lines = [*_ITEM, *_read(dtype), *_largest(), "found = largest"]
     lines += [
-        f"shift = tl.minimum(tl.maximum((largest >> 23) - 127, {adaptive.LOWEST}), {adaptive.HIGHEST})",
+        f"shift = tl.minimum(tl.maximum((largest >> 23) - 127, {tables.LOWEST}), {tables.HIGHEST})",
         f"unit = {_power_of_two('-shift')}",
         *(f"x{i} = x{i} * unit" for i in _NUMBERS),
     ]
     if stochastic:
         lines += [*_signed(), *_transformed(), *_largest(), "bits = largest", "quarter = 4 * ((bits >> 23) - 127) - 12"]
-        bounds = adaptive.quarters(1)
+        bounds = tables.quarters(1)
     else:
         lines += [f"e{i} = x{i} * x{i}" for i in _NUMBERS]
         distance = GROUP // 2
@@ -113,12 +112,12 @@ def scales_text(dtype: torch.dtype, stochastic: bool) -> str:
             lines += [f"e{i} = e{i} + e{i + distance}" for i in range(distance)]
             distance //= 2
         lines += ["bits = e0.to(tl.int32, bitcast=True)", "quarter = 2 * ((bits >> 23) - 127) - 12"]
-        bounds = adaptive.NEAREST
+        bounds = tables.NEAREST
     lines.append("mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)")
     lines += [f"quarter = quarter + (mantissa > {_literal(bound)}).to(tl.int32)" for bound in bounds]
     lines += [
-        f"scale = tl.minimum(4 * shift + quarter, {4 * adaptive.HIGHEST})",
-        f"scale = tl.where((found > 0) & (scale >= {4 * adaptive.LOWEST}), scale + {LEVELS}, 0)",
+        f"scale = tl.minimum(4 * shift + quarter, {4 * tables.HIGHEST})",
+        f"scale = tl.where((found > 0) & (scale >= {4 * tables.LOWEST}), scale + {LEVELS}, 0)",
         "scale = tl.where(found >= 0x7F800000, 1 << 20, scale)",
         "scale = tl.where(there, scale, 0)",
         "tl.store(scratch + group, scale, mask=there)",
@@ -136,7 +135,7 @@ def bytes_text() -> str:
         "scale = tl.load(scratch + group, mask=there, other=0)",
         f"byte = tl.where((scale > 0) & usual, tl.maximum(255 + scale - {LEVELS} - 4 * exponent, 0), 0)",
         "tl.store(out + begin + part_count + own_group, byte.to(tl.uint8), mask=there)",
-        f"of_part = tl.where(usual, exponent + {adaptive.BIAS}, tl.where(top > 0, {adaptive.NONFINITE}, {adaptive.ZERO}))",
+        f"of_part = tl.where(usual, exponent + {tables.BIAS}, tl.where(top > 0, {tables.NONFINITE}, {tables.ZERO}))",
         "tl.store(out + begin + own_part, of_part.to(tl.uint8))",
         # What fills up the bytes before the planes.
         "end = part_count + tl.load(regions + 7 * region + 2)",
@@ -156,7 +155,7 @@ def _planes(level: str) -> list[str]:
 
 def widths_text(stochastic: bool, clears: bool) -> str:
     """`levels` is room for the histogram of each message. `clears`: planes that nobody uses become zero."""
-    steps = adaptive.steps_of(stochastic)
+    steps = tables.steps_of(stochastic)
     look = [
         "i = first + tl.arange(0, BLOCK)",
         "inside = i < groups",
@@ -165,7 +164,7 @@ def widths_text(stochastic: bool, clears: bool) -> str:
         "of_part = tl.load(message + (part - first_part), mask=inside, other=0).to(tl.int32)",
         "size = tl.load(parts + 6 * part + 5, mask=inside, other=0).to(tl.int32)",
         "there = byte > 0",
-        f"priority = tl.where(there, byte - 255 + 3 * (of_part - {adaptive.BIAS}) - size, 0)",
+        f"priority = tl.where(there, byte - 255 + 3 * (of_part - {tables.BIAS}) - size, 0)",
     ]
     count = " + ".join(f"(above >= {step}).to(tl.int32)" for step in steps)
     lines = [
@@ -233,7 +232,7 @@ def _bit_transposed(name: str) -> list[str]:
 _SCALE = [
     "of_part = tl.load(message + own_part).to(tl.int32)",
     "byte = tl.load(message + part_count + own_group, mask=there, other=0).to(tl.int32)",
-    f"scale = tl.where(byte > 0, byte - 255 + 4 * (of_part - {adaptive.BIAS}), 0)",
+    f"scale = tl.where(byte > 0, byte - 255 + 4 * (of_part - {tables.BIAS}), 0)",
 ]
 
 
@@ -308,13 +307,13 @@ def numbers_text(dtype: torch.dtype, divides: bool) -> str:
         "unit = tl.load(units + width * 4 + (scale & 3))",
         f"power = {_power_of_two('(scale >> 2)')}",
     ]
-    most = _literal(adaptive.F32_MAX)
+    most = _literal(tables.F32_MAX)
     for i in _NUMBERS:
         sign = "0 - " if SIGNS >> i & 1 else ""
         body += [
             f"x = ({sign}v{i}).to(tl.float32) * unit * power",
             f"x = tl.minimum(tl.maximum(x, -{most}), {most})",
-            f'sum{i} = sum{i} + tl.where(of_part == {adaptive.NONFINITE}, float("nan"), x)',
+            f'sum{i} = sum{i} + tl.where(of_part == {tables.NONFINITE}, float("nan"), x)',
         ]
     lines = [
         *_ITEM,
@@ -336,14 +335,14 @@ def numbers_text(dtype: torch.dtype, divides: bool) -> str:
 @lru_cache(maxsize=8)
 def curve_table(device: torch.device) -> Tensor:
     """Both numbers of each segment in one: int32."""
-    base, rise = adaptive.curve()
+    base, rise = tables.curve()
     return torch.tensor([low | high << 16 for low, high in zip(base, rise, strict=True)], dtype=torch.int32).to(device)
 
 
 @lru_cache(maxsize=8)
 def value_table(stochastic: bool, device: torch.device) -> Tensor:
     """What codes stand for, by width and by the byte that has them at its upper end: int16 [9, 256]."""
-    every = adaptive.values(stochastic)
+    every = tables.values(stochastic)
     bytes = torch.arange(256)
     return torch.stack([every[width, bytes >> (8 - width)] for width in range(9)]).contiguous().to(device)
 
@@ -375,7 +374,7 @@ class TritonEncoder:
         self._bytes = _Launch(bytes_text(), [_I64, _I64, _I32, _I32, _I32, _U8], device)
         self._widths = _Launch(widths_text(stochastic, clears=True), _OF_WIDTHS, device)
         self._codes = _Launch(codes_text(dtype, stochastic), [*numbers, _U8, _F32, _I32, _I32, 1], device)
-        self._factors = adaptive.encode_factors(stochastic).to(device)
+        self._factors = tables.encode_factors(stochastic).to(device)
         self._curve = curve_table(device)
 
     def __call__(
@@ -404,7 +403,7 @@ class TritonDecoder:
         self._dtype, self._device = dtype, device
         self._numbers: dict[bool, _Launch] = {}
         self._values = value_table(stochastic, device)
-        self._units = adaptive.decode_units(stochastic).to(device)
+        self._units = tables.decode_units(stochastic).to(device)
 
     def _launch(self, divides: bool) -> _Launch:
         if divides not in self._numbers:

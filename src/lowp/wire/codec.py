@@ -36,6 +36,7 @@ from lowp.tensor.ops import decode, encode, quantize
 from lowp.tensor.packing import group
 from lowp.wire import adaptive, scaling
 from lowp.wire.adaptive import Adaptive, AdaptiveLayout, parse_adaptive
+from lowp.wire.adaptive_tables import LEAST_UNBIASED
 from lowp.wire.scaling import Scale, scale_of
 
 _PIECE = 1 << 16  # elements; an index of a kept number is counted in pieces of this length and takes two bytes
@@ -59,8 +60,8 @@ def _aligned(size: int) -> int:
 def _check_adaptive(fmt: Adaptive, rounding: str) -> None:
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"{fmt} rounds to 'nearest' or 'stochastic', not {rounding!r}")
-    if rounding == "stochastic" and fmt.budget < adaptive.LEAST_UNBIASED:
-        raise ValueError(f"adaptive with stochastic rounding has at least {adaptive.LEAST_UNBIASED:g} bits, not {fmt.budget:g}")
+    if rounding == "stochastic" and fmt.budget < LEAST_UNBIASED:
+        raise ValueError(f"adaptive with stochastic rounding has at least {LEAST_UNBIASED:g} bits, not {fmt.budget:g}")
 
 
 def packed_bytes(count: int, bits: int) -> int:

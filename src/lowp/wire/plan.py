@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.wire.adaptive import GROUP
+from lowp.wire.adaptive_tables import GROUP
 from lowp.wire.codec import Codec
 
 CPU_CUTS = (1 << 21, 1 << 18)
