@@ -21,6 +21,7 @@ CASES = [
     ("e4m3fn", {"scale": "aps"}),
     ("e3m1", {"scale": "block:16", "accumulate": "e4m1", "kahan": True}),
     ("topk:0.2:e4m3fn", {"scale": "local"}),
+    ("adaptive:4", {}),
 ]
 IN_TURNS = [(reduction, *CASES[i % len(CASES)]) for i, reduction in enumerate(REDUCTIONS)]
 

@@ -24,6 +24,8 @@ CASES = [
     ("e5m2", {"scale": "aps", "layers": {"p1*": "fp32"}}),
     ("topk:0.05", {}),
     ("topk:0.05:e4m3fn", {"scale": "aps", "error_feedback": True}),
+    ("adaptive:4", {}),
+    ("adaptive:4", {"rounding": "stochastic", "error_feedback": True, "layers": {"p1*": "fp32"}}),
 ]
 VIEWS = ("view", "slice", "select", "as_strided", "unbind", "alias", "detach")
 

@@ -16,6 +16,7 @@ CASES = [
     {"format": "topk:0.1:e4m3fn", "scale": "local"},
     {"format": "e2m1fn", "scale": "aps_delayed", "accumulate": "e6m5", "kahan": True},
     {"format": "e4m3fn", "scale": "block:16", "skip": "1d"},
+    {"format": "adaptive:3.5", "layers": {"head": "e5m2"}},
 ]
 IN_TURNS = [{"reduction": str(r), **CASES[i % len(CASES)]} for i, r in enumerate(REDUCTIONS)]
 

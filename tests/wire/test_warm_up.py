@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowp
 from lowp.tensor import block_kernels, kernels
 from lowp.tensor.lists import parts
-from lowp.wire import kept, warm_up
+from lowp.wire import adaptive_group, kept, warm_up
 
 STEPS = 5
 CALLS_BEFORE_BUILD = 2  # of a kernel for small tensors, instead of 32: what 40 steps would build, 5 do
@@ -29,6 +29,7 @@ CASES = [
     ("e6m9", {"reduction": "hierarchical(2)", "accumulate": "bf16"}),
     ("topk:0.05:e4m3fn", {"reduction": "hierarchical(2, leaders)"}),
     ("topk:0.05", {"reduction": "hierarchical(2, gather)", "accumulate": "bf16"}),
+    ("adaptive:3", {"rounding": "stochastic", "error_feedback": True}),
     ("fp16", {"layers": {"small": "e5m2", "la*": "int4"}, "skip": "zero", "measure": True}),
     ("nf4", {"scale": "block:32", "layers": {"tiny": "fp32", "zero": "fp32"}}),  # one pass, but not beside float32
     ({0: "fp16", 2: "e5m2", 1000: "e2m1fn"}, {"scale": "aps"}),
@@ -58,6 +59,9 @@ class Pretended:
 
             return call
 
+        def of_adaptive(function, device):
+            return of_parts(function, device)
+
         def of_blocks(operation, device):
             def call(*_):
                 outer.called.add(operation)
@@ -82,6 +86,7 @@ class Pretended:
 
         kernels._build, parts._build, block_kernels._build = Kernel, of_parts, of_blocks
         kernels._build_elementwise, kept._build = of_few, of_kept
+        adaptive_group.AdaptiveFunction.build = of_adaptive
         kernels.CALLS_BEFORE_BUILD = CALLS_BEFORE_BUILD
         lowp.set_kernel_policy("auto")
 

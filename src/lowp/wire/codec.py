@@ -13,6 +13,8 @@ A message part has the bytes of n float32 numbers of one layer:
 Codes of less than a byte are packed in groups of g * 16 codes, where g codes fill whole bytes (2 of 4 bits, 8 of 3 bits): byte
 t of a group has bits of its codes t, 16 + t, 32 + t ... So vectors of 16 numbers become vectors of 16 bytes without a shuffle.
 
+`adaptive:<bits>` has messages of its own, one for all of its parts in a shard (adaptive.py).
+
 `PartLayout` says where each of these lies, `wire_bytes` how long a part is: nothing else computes that. `encode` and `decode`
 here are plain torch operations on one part. part_kernels.py does the same to all parts of a message at once, with equal bytes.
 """
@@ -32,7 +34,9 @@ from lowp.tensor.lists.parts import LANES
 from lowp.tensor.noise import Noise
 from lowp.tensor.ops import decode, encode, quantize
 from lowp.tensor.packing import group
-from lowp.wire import scaling
+from lowp.wire import adaptive, scaling
+from lowp.wire.adaptive import Adaptive, AdaptiveLayout, parse_adaptive
+from lowp.wire.adaptive_tables import LEAST_UNBIASED
 from lowp.wire.kept import PIECE, KeptRow, KeptTable, position_bytes
 from lowp.wire.scaling import Scale, scale_of
 
@@ -42,7 +46,7 @@ rank has kept one: room for every rank's choice (`EVERY`) takes the bytes of one
 
 
 def check_format(fmt: AnyFormat) -> AnyFormat:
-    """A format that gradients can travel in."""
+    """A format that gradients can travel in, and be summed in."""
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     if not element.signed:
         raise ValueError(f"gradients have signs, and {fmt} has none")
@@ -54,6 +58,13 @@ def check_format(fmt: AnyFormat) -> AnyFormat:
 def _aligned(size: int) -> int:
     """Room for `size` bytes such that what follows may be of any dtype."""
     return -(-size // 8) * 8
+
+
+def _check_adaptive(fmt: Adaptive, rounding: str) -> None:
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"{fmt} rounds to 'nearest' or 'stochastic', not {rounding!r}")
+    if rounding == "stochastic" and fmt.budget < LEAST_UNBIASED:
+        raise ValueError(f"adaptive with stochastic rounding has at least {LEAST_UNBIASED:g} bits, not {fmt.budget:g}")
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -106,9 +117,11 @@ class Codec:
     room: int | None = ROOM  # the largest `ranks` of a sum; None: every rank's
 
     def __post_init__(self) -> None:
-        check_format(self.format)
         if self.rounding not in tuple(Rounding):
             raise ValueError(f"unknown rounding {self.rounding!r}; it is one of {', '.join(Rounding)}")
+        check_format(self.format)
+        if isinstance(self.format, Adaptive):
+            _check_adaptive(self.format, self.rounding)
         if not 0 < self.keep <= 1:
             raise ValueError(f"top-k keeps a fraction of the numbers above 0 and up to 1, not {self.keep}")
         if self.room is not None and self.room < 1:
@@ -117,11 +130,17 @@ class Codec:
     def __str__(self) -> str:
         kept = "" if self.keep == 1 else f"topk:{self.keep:g}:"
         room = "" if self.keep == 1 or self.room == ROOM else f":{self.room or EVERY}"
-        return f"{kept}{self.format}{room}/{self.scale}" + ("" if self.rounding == "nearest" else f"/{self.rounding}")
+        scale = "" if self.adaptive else f"/{self.scale}"
+        return f"{kept}{self.format}{room}{scale}" + ("" if self.rounding == "nearest" else f"/{self.rounding}")
 
     @property
     def stochastic(self) -> bool:
         return self.rounding == "stochastic"
+
+    @property
+    def adaptive(self) -> bool:
+        """Do all of its parts in a shard share one message, whose scales are its own?"""
+        return isinstance(self.format, Adaptive)
 
     @property
     def sends_peaks(self) -> bool:
@@ -131,7 +150,9 @@ class Codec:
     @property
     def measures(self) -> tuple[bool, bool]:
         """What must be known of a part before it is encoded: its largest magnitude; its largest finite one."""
-        return self.scale.kind == "local", isinstance(self.format, BlockFormat) and self.format.tensor_scale
+        return self.scale.kind == "local" and not self.adaptive, isinstance(
+            self.format, BlockFormat
+        ) and self.format.tensor_scale
 
     @property
     def elementwise(self) -> bool:
@@ -141,6 +162,8 @@ class Codec:
     @property
     def bits(self) -> float:
         """What a number takes on average, with its share of a block's scale byte: shards are balanced by it."""
+        if isinstance(self.format, Adaptive):
+            return self.format.budget
         return self.keep * (self.format.bits + (8 / self.scale.block if self.scale.block else 0))
 
     def kept(self, count: int) -> int:
@@ -159,7 +182,13 @@ class Codec:
 
     def wire_bytes(self, count: int) -> int:
         """How many bytes `count` numbers take in one message part."""
+        if self.adaptive:
+            return self.adaptive_layout(count).length
         return PartLayout.of(self, count).end if count else 0
+
+    def adaptive_layout(self, count: int) -> AdaptiveLayout:
+        """Of the message of one part."""
+        return AdaptiveLayout.of([count], [count], [self.bits], self.stochastic)
 
     def encode(self, numbers: Tensor, out: Tensor, noise: Noise | None = None, peak: Tensor | None = None) -> None:
         """Write flat float32 `numbers` to `out` (uint8). `peak` is the header of scales that do not compute their own.
@@ -167,6 +196,9 @@ class Codec:
         What is too large saturates.
         """
         count = numbers.numel()
+        if self.adaptive:
+            adaptive.encode([numbers], self.adaptive_layout(count), out, None if noise is None else [noise])
+            return
         layout = PartLayout.of(self, count)
         if self.keep < 1:
             kept = self._table(count).choose(numbers, out)
@@ -204,6 +236,11 @@ class Codec:
     def decode(self, message: Tensor, out: Tensor, peak: Tensor | None = None) -> None:
         """Read a message part into flat float32 `out`; `peak` receives its header (255 if anything is not finite)."""
         count = out.numel()
+        if self.adaptive:
+            adaptive.decode(message, self.adaptive_layout(count), [out])
+            if peak is not None and count:
+                peak.copy_(message[:1])
+            return
         layout = PartLayout.of(self, count)
         if self.keep < 1:
             kept = out.new_empty(self.kept(count))
@@ -321,11 +358,13 @@ def placed_bits(bits: int) -> tuple[tuple[int, int, int], ...]:
 def codec_of(text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale | None" = None) -> Codec:
     """A codec from a format ("e5m2"), or from top-k's notation: "topk:.01", "topk:.01:e4m3fn", "topk:.01:e4m3fn:all".
 
-    The last word says for how many ranks' choices a sum has room: a number, or "all". Without a scale it is the format's own,
-    `default_scale`.
+    Top-k's last word says for how many ranks' choices a sum has room: a number, or "all". Without a scale it is the format's
+    own, `default_scale`. "adaptive:<bits>" has scales of its own: `scale` says nothing about it.
     """
     if isinstance(text, Codec):
         return text
+    if isinstance(text, str) and text.startswith("adaptive"):
+        return Codec(parse_adaptive(text), rounding)
     if not isinstance(text, str) or not text.startswith("topk:"):
         fmt = parse_format(text)
         return Codec(fmt, rounding, scaling.default_scale(fmt, 1.0) if scale is None else scale_of(scale))

@@ -13,7 +13,7 @@ does not matter which rank keeps the loss of a sum, since it comes back as a par
 Buckets may be cut anew from one step to the next.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -48,16 +48,16 @@ class Feedback:
             return
         if factors is not None:
             lost = scaled(lost, stretch, factors.reciprocal())  # of powers of two, which is exact
-        begin = self._begin(stretch)
-        if not of_sum:
-            assert rank is not None
-            torch.nan_to_num(lost, 0, 0, 0, out=self._residual(rank, begin, lost))
-            return
-        lost = lost.nan_to_num_(0, 0, 0)
-        if (rank, begin) in self._of_sums:
-            self._of_sums[rank, begin].add_(lost)
-        else:
-            self._of_sums[rank, begin] = lost
+        for begin, own in self._pieces(stretch, lost):
+            if not of_sum:
+                assert rank is not None
+                torch.nan_to_num(own, 0, 0, 0, out=self._residual(rank, begin, own))
+                continue
+            own.nan_to_num_(0, 0, 0)
+            if (rank, begin) in self._of_sums:
+                self._of_sums[rank, begin].add_(own)
+            else:
+                self._of_sums[rank, begin] = own
 
     def finish(self, owners: "Iterable[tuple[int, Shard]]" = ()) -> None:
         """The step is over. `owners` says who adds up which shard, where losses were kept for the owner of each element."""
@@ -75,6 +75,14 @@ class Feedback:
     def _residual(self, rank: int, begin: int, like: Tensor) -> Tensor:
         """A rank's residual of as many elements, from a place in the bucket on."""
         return self._of_rank(rank).of(self._bucket, like.device)[begin : begin + like.numel()]
+
+    def _pieces(self, stretch: "Chunk | Shard", lost: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Where in the bucket each piece begins: the whole, or the parts of a striped shard."""
+        if isinstance(stretch, Chunk) or not stretch.striped:
+            yield self._begin(stretch), lost
+            return
+        for part in stretch.parts:
+            yield self._bucket.begins[part.layer] + part.start, lost[part.offset : part.offset + part.size]
 
     def _begin(self, stretch: "Chunk | Shard") -> int:
         """Where in the bucket it begins."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowp.tensor import kernels
 from lowp.tensor.noise import KEY_SIZE
+from lowp.wire.adaptive_group import AdaptiveGroup
 from lowp.wire.codec import Codec
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.plan import Part, Shard
@@ -21,7 +22,8 @@ from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 
 class Messages:
-    """`codec_of` gives a part's codec. Numbers of shard i begin at `starts[i]`, its message at `begins[i]` of the buffer.
+    """`codec_of` gives a part's codec. Numbers of shard i begin at `starts[i]` (those of striped shards are at their places in
+    the chunk), its message at `begins[i]` of the buffer.
 
     Without `begins`, messages follow each other; without `starts`, shards do.
     """
@@ -44,7 +46,7 @@ class Messages:
         for number, shard in enumerate(self.shards):
             start = start if starts is None else starts[number]
             begin = begin if begins is None else begins[number]
-            end = self._place(shard, codec_of, index, start, begin)
+            end = self._place(shard, codec_of, index, start, begin, starts is not None)
             self.spans.append((begin, end))
             index, start, begin = index + len(shard.parts), start + shard.size, end
         self.groups = list(self._groups.values())
@@ -52,14 +54,25 @@ class Messages:
         self.length = max((end for _, end in self.spans), default=0)
         self.elements = sum(shard.size for shard in self.shards)
 
-    def _place(self, shard: Shard, codec_of: Callable[[Part], Codec], index: int, start: int, begin: int) -> int:
-        """One shard's parts, one after the other. Where does its message end?"""
+    def _place(
+        self, shard: Shard, codec_of: Callable[[Part], Codec], index: int, start: int, begin: int, in_chunk: bool
+    ) -> int:
+        """One shard's parts, one after the other; at the end, all adaptive ones together. Where does its message end?"""
+        together: dict[Codec, list[Segment]] = {}
         for number, part in enumerate(shard.parts):
             codec = codec_of(part)
+            first = part.place if in_chunk and part.place is not None else start + part.offset
+            if codec.adaptive:
+                together.setdefault(codec, []).append(Segment(index + number, part, first, 0, 0))
+                continue
             end = begin + codec.wire_bytes(part.size)
-            segment = Segment(index + number, part, start + part.offset, begin, end)
+            segment = Segment(index + number, part, first, begin, end)
             self._groups.setdefault(codec, CodecGroup(codec)).segments.append(segment)
             begin = end
+        for codec, segments in together.items():
+            group = self._groups.setdefault(codec, AdaptiveGroup(codec))
+            assert isinstance(group, AdaptiveGroup)
+            begin = group.place(segments, begin)
         return begin
 
     def view(self, buffer: Tensor, number: int) -> Tensor:
@@ -108,6 +121,9 @@ class Messages:
         for place, group in enumerate(self.groups):
             if group.codec.keep < 1:
                 self._sparse(group).encode(numbers, out, factors, peaks, noises, workspace)
+                continue
+            if isinstance(group, AdaptiveGroup):
+                group.encode(numbers, out, self._of_layers(factors, device), noises, workspace)
                 continue
             function = group.function("encode", numbers.dtype)
             kernel = group.kernel(function, device)
@@ -187,10 +203,14 @@ class Messages:
         Sums are float32, then times the factor of their layer, then divided. Returns what `measure` would find in `out`.
         """
         device, found = out.device, []
-        of_layers = self._of_layers(factors, device)
+        of_layers = own_factors = self._of_layers(factors, device)
         if divisor != 1:
             of_layers = torch.stack([of_layers, torch.full_like(of_layers, divisor)])
         for group in self.groups:
+            if isinstance(group, AdaptiveGroup):
+                group.decode(source, out, own_factors, divisor, messages, stride, workspace)
+                found.append(None)
+                continue
             kinds = (False, False) if wanted is None else wanted(group.codec)
             maxima = self._room(group, kinds, device, workspace)
             found.append(maxima)

@@ -122,6 +122,8 @@ class Meter:
         if not self.samples:
             return
         for group in messages.groups:
+            if group.codec.adaptive:  # nothing saturates; what has no bits is no matter of single numbers
+                continue
             count, before = len(group.segments), self._parts[group.codec]
             self._parts[group.codec] += count
             first, step = (

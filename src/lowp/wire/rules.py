@@ -228,14 +228,14 @@ class Rules:
         return self._noises(stage, actor)(part)
 
     def round_(self, numbers: Tensor, shard: Shard, stage: Stage, actor: int) -> Tensor:
-        """Round to the format of sums, in place."""
+        """Round to the format of sums, in place. (Adaptive sums are rounded when they are sent, all of a shard together.)"""
         codecs = [self.codec(part, Stage.FIRST) for part in shard.parts]
-        if all(codec.format == FP32 for codec in codecs):
+        if all(codec.format == FP32 or codec.adaptive for codec in codecs):
             return numbers
         if all(codec.elementwise for codec in codecs):
             return self.messages(shard, Stage.FIRST).round_(numbers, self._noises(stage, actor))
         for part, codec in zip(shard.parts, codecs, strict=True):
-            if codec.format != FP32:
+            if codec.format != FP32 and not codec.adaptive:
                 codec.round_(numbers[part.offset : part.offset + part.size], self.noise(part, stage, actor))
         return numbers
 

@@ -9,6 +9,7 @@ from lowp.formats import AnyFormat
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.names import SMALL, covers, unmatched
+from lowp.wire.adaptive import layer_budgets
 from lowp.wire.codec import Codec, check_format, codec_of
 from lowp.wire.naming import end_layers
 from lowp.wire.plan import Bucket, Layer
@@ -203,6 +204,7 @@ class Parameters:
                 raise ValueError(f"{word!r} is the {word} layer that has a matrix, and no parameter here has two dimensions")
         self.numbers = {name: number for number, name in enumerate(shapes)}
         self._kept: dict[tuple[str, ...], Bucket] = {}
+        self._budgets_at: tuple[int, dict[str, float]] = -1, {}  # the step that they are for
 
     def codec(self, name: str, step: int) -> Codec:
         ends = [word for word, parameters in self._ends.items() if name in parameters]
@@ -218,7 +220,23 @@ class Parameters:
         key = tuple(names)
         if key in self._kept:
             return self._kept[key]
-        found = Bucket.of(tuple(Layer(n, self._shapes[n].numel(), self.codec(n, step), self.numbers[n]) for n in key))
+        budgets = self._budgets(step)
+        found = Bucket.of(
+            tuple(Layer(n, self._shapes[n].numel(), self.codec(n, step), self.numbers[n], budgets.get(n, 0.0)) for n in key)
+        )
         if not self._settings.scheduled:
             self._kept[key] = found
         return found
+
+    def _budgets(self, step: int) -> dict[str, float]:
+        """Bits for each number of every adaptive parameter, wherever its bucket is (adaptive.py)."""
+        if self._budgets_at[0] != step:
+            alike: dict[Codec, list[str]] = {}
+            for name in self._shapes:
+                if (codec := self.codec(name, step)).adaptive:
+                    alike.setdefault(codec, []).append(name)
+            found: dict[str, float] = {}
+            for codec, names in alike.items():
+                found |= zip(names, layer_budgets([self._shapes[name].numel() for name in names], codec.bits), strict=True)
+            self._budgets_at = step, found
+        return self._budgets_at[1]

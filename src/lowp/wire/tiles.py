@@ -23,6 +23,7 @@ from lowp.tensor.noise import KEY_SIZE
 from lowp.tensor.packing import group
 from lowp.tensor.table import Table
 from lowp.wire import scaling
+from lowp.wire.adaptive import Adaptive
 from lowp.wire.codec import Codec, placed_bits
 
 NUMBERS, PAYLOAD, HIGH, SCALES, TENSOR_SCALE, HEADER = range(LAYER + 1, LAYER + 7)  # columns of the tables
@@ -46,6 +47,8 @@ class TileShape(NamedTuple):
 def shape_of(codec: Codec) -> TileShape | None:
     """None where there is no kernel."""
     fmt = codec.format
+    if isinstance(fmt, Adaptive):  # which has its own (adaptive_group.py)
+        return None
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     block = fmt.size if isinstance(fmt, BlockFormat) else codec.scale.block
     if codec.keep < 1 or (isinstance(fmt, BlockFormat) and (codec.scale.block or fmt.scale.bits > 8)):

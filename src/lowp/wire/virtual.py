@@ -256,7 +256,7 @@ class _OpenBucket:
             for index, (shard, adder) in enumerate(zip(chunk.shards, row, strict=True)):
                 if self._reduction.turn(rank, index, self._world) == turn:
                     first, last = chunk.first_parts[index : index + 2]
-                    adder.add(rank, Load(numbers[shard.start : shard.stop], peaks[first:last]))
+                    adder.add(rank, Load(shard.take(numbers), peaks[first:last]))
 
     def _own_peaks(self, source: Tensor, chunk: Chunk) -> Tensor:
         if "own" not in chunk.messages:
@@ -278,7 +278,9 @@ class _OpenBucket:
                 total, owners = adder.total(), rules.at(self._reduction.owner(index, self._world))
                 if self._reduction.rounds_total:
                     message = owners.write(total, shard, self._reduction.total_stage, 0)
-                    total = rules.read(message, shard, self._reduction.total_stage, numbers[shard.start : shard.stop])
+                    own = shard.take(numbers)
+                    total = rules.read(message, shard, self._reduction.total_stage, own)
+                    shard.put(own, numbers)
                 else:
                     numbers[shard.start : shard.stop] = owners.end(total, shard).numbers
                 every.append(total.peaks)

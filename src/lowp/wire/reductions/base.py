@@ -121,10 +121,10 @@ class ChunkJob:
         return scaled(self.source, self.chunk, self.rules.factors)
 
     def load(self, index: int) -> Load:
-        """A shard's numbers, as views."""
+        """A shard's numbers."""
         shard = self.chunk.shards[index]
         first, last = self.chunk.first_parts[index : index + 2]
-        return Load(self.numbers[shard.start : shard.stop], self.peaks[first:last])
+        return Load(shard.take(self.numbers), self.peaks[first:last])
 
     def write(self, index: int, stage: Stage, load: Load | None = None, actor: int | None = None) -> Tensor:
         shard = self.chunk.shards[index]
@@ -149,7 +149,7 @@ class ChunkJob:
             rules.feedback.keep(rules.rank, self.chunk, lost, rules.factors, of_sum=False)
             return
         for shard in (self.chunk.shards[index] for index in indices):
-            rules.feedback.keep(rules.rank, shard, lost[shard.start : shard.stop], rules.factors, of_sum=False)
+            rules.feedback.keep(rules.rank, shard, shard.take(lost), rules.factors, of_sum=False)
 
     def _kept(self, name: Any, make: Callable[[], Any]) -> Any:
         """What depends on the chunk's cut and the codecs alone."""
@@ -232,10 +232,7 @@ class ChunkJob:
             messages.decode(received.view(-1), numbers, messages=len(received), stride=messages.length)
             peaks = messages.peaks(received.view(-1), len(received), messages.length)
         split = peaks.split([len(shards[index].parts) for index in indices])
-        return {
-            index: Load(numbers[shards[index].start : shards[index].stop], own)
-            for index, own in zip(indices, split, strict=True)
-        }
+        return {index: Load(shards[index].take(numbers), own) for index, own in zip(indices, split, strict=True)}
 
     def split(self, message: Tensor, indices: Iterable[int], stage: Stage) -> dict[int, Tensor]:
         """The shards' own messages in one that was joined."""
