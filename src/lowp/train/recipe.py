@@ -174,7 +174,7 @@ class Precision(Section):
 class Wire(Section):
     """How gradients travel between ranks, real or virtual."""
 
-    format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, or fp32")
+    format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, adaptive:BITS, or fp32")
     scale: str = Field("none", description="none, aps, aps_delayed, local, block:N")
     reduction: str = Field("two_shot", description="two_shot, one_shot, ring, tree, sequential, hierarchical(k), hybrid")
     rounding: str = Field("nearest", description="any of lowp's")
