@@ -372,9 +372,8 @@ SHAPES = {"weight": torch.Size([120, 130]), "bias": torch.Size([33]), "head": to
 REAL = [
     {"format": "adaptive:3.3", "reduction": "two_shot"},
     {"format": "adaptive:4", "reduction": "ring", "rounding": "stochastic"},
-    {"format": "adaptive:4", "reduction": "hierarchical(2)", "error_feedback": True, "skip": "1d"},
-    {"format": "adaptive:5", "reduction": "two_shot", "error_feedback": True, "chunk": 9000},
-    {"format": "adaptive:2", "reduction": "hybrid", "layers": {"head": "adaptive:6", "bias": "e4m3fn"}, "kahan": True},
+    {"format": "adaptive:4", "reduction": "hierarchical(2)", "error_feedback": True, "chunk": 9000},
+    {"format": "adaptive:2", "reduction": "hybrid", "layers": {"head": "adaptive:6"}, "kahan": True},
 ]
 
 

@@ -174,7 +174,7 @@ class Precision(Section):
 class Wire(Section):
     """How gradients travel between ranks, real or virtual."""
 
-    format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, or fp32")
+    format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, adaptive:BITS, or fp32")
     scale: str = Field(
         "", description='none, aps, aps_delayed, local, block:N; "": block:32 for formats of fewer than 8 bits, else local'
     )

@@ -205,7 +205,7 @@ def compress_gradients(
     Args:
         ddp: the model, or torch.compile's wrapper around it. All ranks call this, with the same arguments; it is an error that
             names both if they do not.
-        format: "e5m2", "e4m3fn", "int8", "e2m1fn" (4 bits), "posit8", "mxfp4", "topk:0.01", any format of up to 16 bits; or a
+        format: "e5m2", "e4m3fn", "int8", "e2m1fn" (4 bits), "mxfp4", "topk:0.01", "adaptive:4", any of up to 16 bits; or a
             schedule: {0: "fp16", 500: "e5m2"} (from which step on), or a function of the step.
         scale: "none", "aps" (Auto Precision Scaling: per layer, agreed between ranks), "aps_delayed" (last step's), "local"
             (each message's own), or "block:<n>" (each n numbers' own). Default, for each format by itself: "block:32" if it has
