@@ -25,6 +25,7 @@ HOOKS: dict[str, tuple[str, dict[str, Any]]] = {  # format and settings by name
     "mxfp8_e4m3": ("mxfp8_e4m3", {}),
     "mxfp4": ("mxfp4", {}),
     "nvfp4": ("nvfp4", {}),
+    "adaptive:4.4": ("adaptive:4.4", {}),
 }
 CONTENDERS = (PLAIN, HALF, *HOOKS)
 FSDP: dict[str, dict[str, Any]] = {
