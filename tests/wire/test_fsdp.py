@@ -59,21 +59,22 @@ def test_the_handle_counts_steps_as_that_of_ddp(reduce, gather):
         assert total.elements == 3 * ELEMENTS
 
 
-def two_steps(rank, interrupted):
+def two_steps(rank, interrupted, format):
     net = sharded((2,))
-    handle = lowp.fsdp.compress(net, reduce="e2m1fn", rounding="stochastic")
+    handle = lowp.fsdp.compress(net, reduce=format, rounding="stochastic")
     train(net, rank, range(1))
     if interrupted:
         state = handle.state_dict()
         handle.remove()
-        handle = lowp.fsdp.compress(net, reduce="e2m1fn", rounding="stochastic")
+        handle = lowp.fsdp.compress(net, reduce=format, rounding="stochastic")
         handle.load_state_dict(state)
     weights = train(net, rank, range(1, 2))
     return weights, handle.step
 
 
-def test_a_resumed_run_draws_the_noise_of_the_uninterrupted_one():
-    (whole, steps), (resumed, more) = (ranks.run(two_steps, 2, interrupted)[0] for interrupted in (False, True))
+@pytest.mark.parametrize("format", ["e2m1fn", "adaptive:3"])
+def test_a_resumed_run_draws_the_noise_of_the_uninterrupted_one(format):
+    (whole, steps), (resumed, more) = (ranks.run(two_steps, 2, interrupted, format)[0] for interrupted in (False, True))
     assert steps == more == 2
     assert all(torch.equal(one, other) for one, other in zip(whole, resumed, strict=True))
 

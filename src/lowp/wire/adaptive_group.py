@@ -17,7 +17,7 @@ from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.workspace import NewMemory
 
 
-class Region(NamedTuple):
+class AdaptiveRegion(NamedTuple):
     """One shard's message: where it begins, its layout, its parts."""
 
     begin: int
@@ -74,7 +74,7 @@ class AdaptiveFunction(NamedTuple):
 class AdaptiveGroup(CodecGroup):
     """The parts of one adaptive codec: a region for each shard."""
 
-    regions: list[Region] = field(default_factory=list)
+    regions: list[AdaptiveRegion] = field(default_factory=list)
 
     def place(self, segments: list[Segment], begin: int) -> int:
         """Lay out one shard's parts from a byte on. Where does the region end?"""
@@ -87,7 +87,7 @@ class AdaptiveGroup(CodecGroup):
         )
         end = begin + layout.length
         placed = [segment._replace(begin=begin, end=end) for segment in segments]
-        self.regions.append(Region(begin, layout, placed))
+        self.regions.append(AdaptiveRegion(begin, layout, placed))
         self.segments += placed
         return end
 
@@ -182,7 +182,7 @@ class AdaptiveGroup(CodecGroup):
                 total.mul_(factors.view(-1)[segment.part.layer])
                 out[segment.start : segment.start + segment.part.size] = total if divisor == 1 else total.div_(divisor)
 
-    def _read(self, source: Tensor, region: Region, device: torch.device) -> list[Tensor]:
+    def _read(self, source: Tensor, region: AdaptiveRegion, device: torch.device) -> list[Tensor]:
         found = [torch.empty(segment.part.size, device=device) for segment in region.segments]
         adaptive.decode(source[region.begin : region.end], region.layout, found)
         return found
