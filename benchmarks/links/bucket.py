@@ -24,7 +24,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 SIZES = (600_000,) * 30 + (100_003,) * 70
-WIRE_BYTES = {"e5m2": 1.0, "e2m1fn": 0.5 + 1 / 32, "mxfp8_e4m3": 1 + 1 / 32, "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16}  # adaptive has its budget
+WIRE_BYTES = {"e5m2": 1.0, "e2m1fn": 0.5 + 1 / 32, "mxfp8_e4m3": 1 + 1 / 32, "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 CALLS = 30
 PROFILED = 5
 HOST_BAR = 0.3e-3  # seconds
