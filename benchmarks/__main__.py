@@ -23,6 +23,7 @@ NAMES = (
     "papers",
     "train",
     "fashion",
+    "bits",
     "davidnet",
 )
 
