@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class Task:
     quick: Mapping[str, Any]
 
     def recipe_of(self, wire: str, seed: int, device: str, quick: bool) -> Recipe:
-        recipe = with_changes(read_recipe(self.recipe), **ALL, **self.changes)
+        recipe = with_changes(read_recipe(self.recipe), **{**ALL, **self.changes})
         recipe = with_changes(recipe, **self.quick) if quick else recipe
         # One thread: small models gain little from two, and the last bits of sums depend on it
         own = {"device": device, "threads": 1 if device == "cpu" else 0, "seed": seed}
@@ -92,14 +93,14 @@ TASKS = {
         {"data": {"name": "fashion_mnist"}, "batch": 256, "epochs": 5, "model": {"options": {"hidden": [128, 64]}}},
         {"data": {"name": "fashion14", "limit": 512}, "batch": 64, "epochs": 1, "model": {"options": {"hidden": [64]}}},
     ),
-    # Smaller than the recipe's GPT, and at a larger rate: some 30 seconds a run on one core
+    # Smaller than the recipe's GPT, and at a larger rate: 300 steps, some 20 seconds a run on one core
     "gpt": Task(
         "gpt",
         "A GPT on characters",
         "loss",
         {
             "model": {"options": {"layers": 2, "width": 64, "heads": 4}},
-            "data": {"context": 64, "limit": 12800},
+            "data": {"context": 64, "limit": 9600},
             "batch": 32,
             "epochs": 1,
             "optimizer": {"lr": 0.01},
@@ -229,30 +230,39 @@ def _kind(wire: str) -> str:
     return "adaptive, error feedback" if FEEDBACK in wire.split() else "adaptive"
 
 
-# Files of results.
+# Files of results. They are read before each run and after it, so that processes with other wires can work beside this one.
 
 
-def stem_of(name: str, quick: bool) -> str:
-    return f"bits-{name}-smoke" if quick else f"bits-{name}"
+def path_of(name: str, options: argparse.Namespace, suffix: str = ".json") -> Path:
+    stem = "-".join(filter(None, (file_stem(machine_name(options.device)), "bits", name, "smoke" if options.quick else "")))
+    return options.out / f"{stem}{suffix}"
 
 
-def existing(name: str, options: argparse.Namespace) -> tuple[list[Row], str]:
-    """Runs that the file of results has and that this module would make in the same way, and the commands that made them."""
-    path = options.out / f"{file_stem(machine_name(options.device))}-{stem_of(name, options.quick)}.json"
-    if options.quick or not path.exists():
-        return [], ""
-    content = json.loads(path.read_text())
-    same = [row for row in content["runs"] if row["training"] == TASKS[name].described(options.device)]
-    if len(same) < len(content["runs"]):
-        print(f"{path.name}: {len(content['runs']) - len(same)} runs were made in another way and are dropped", flush=True)
-    return [row for row in same if not (options.again and row["wire"] in options.wires)], content["facts"]["command"]
+def runs_of(name: str, options: argparse.Namespace) -> list[Row]:
+    path = path_of(name, options)
+    return json.loads(path.read_text())["runs"] if path.exists() else []
 
 
-def all_results(options: argparse.Namespace) -> dict[str, list[Row]]:
-    """Of this machine, by task."""
-    machine = file_stem(machine_name(options.device))
-    paths = {name: options.out / f"{machine}-{stem_of(name, options.quick)}.json" for name in TASKS}
-    return {name: json.loads(path.read_text())["runs"] for name, path in paths.items() if path.exists()}
+def store(name: str, rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
+    """Write the file of a task; its commands are all that have added to it. The lines of its page."""
+    rows = list({(row["wire"], row["seed"]): row for row in rows}.values())  # two processes may both have made float32's
+    facts = facts_of(options.device, threads=1 if options.device == "cpu" else None)
+    facts |= {"training": TASKS[name].described(options.device)}
+    path = path_of(name, options)
+    before = json.loads(path.read_text())["facts"]["command"].split("; ") if path.exists() and not options.quick else []
+    facts["command"] = "; ".join(dict.fromkeys((*before, facts["command"])))
+    lines = list(lines_of(TASKS[name], rows, facts))
+    write(options.out, path.stem.removeprefix(f"{file_stem(facts['machine'])}-"), facts, {"runs": rows}, lines)
+    return lines
+
+
+def prepare(name: str, options: argparse.Namespace) -> None:
+    """Drop the runs that this module would make in another way, and those that are asked for again."""
+    there = runs_of(name, options)
+    same = [row for row in there if row["training"] == TASKS[name].described(options.device) and not options.quick]
+    if len(same) < len(there) and not options.quick:
+        print(f"{name}: {len(there) - len(same)} runs in the file were made in another way and are dropped", flush=True)
+    store(name, [row for row in same if not (options.again and row["wire"] in options.wires)], options)
 
 
 def main() -> None:
@@ -281,30 +291,20 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """Seed by seed: a benchmark that is stopped has whole seeds of everything."""
-    began, facts, rows = time.perf_counter(), {}, {}
+    began = time.perf_counter()
     for name in options.tasks:
-        rows[name], before = existing(name, options)
-        facts[name] = facts_of(options.device, threads=1 if options.device == "cpu" else None)
-        facts[name] |= {"training": TASKS[name].described(options.device)}
-        if before and before != facts[name]["command"]:
-            facts[name]["command"] = f"{before}; {facts[name]['command']}"
-    for seed in range(options.seeds):
-        for name in options.tasks:
-            for wire in options.wires:
-                if any((row["wire"], row["seed"]) == (wire, seed) for row in rows[name]):
-                    continue
-                row = trained(name, wire, seed, options)
-                rows[name].append(row)
-                figures = row["diverged"] or f"accuracy {row['accuracy']:.4f}, loss {row['loss']:.4f}, {row['bits']:.2f} bits"
-                print(f"{time.perf_counter() - began:6.0f} s  {name}, {wire}, seed {seed}: {figures}", flush=True)
-                lines = lines_of(TASKS[name], rows[name], facts[name])
-                write(options.out, stem_of(name, options.quick), facts[name], {"runs": rows[name]}, list(lines))
+        prepare(name, options)
+    for seed, name, wire in product(range(options.seeds), options.tasks, options.wires):
+        if any((row["wire"], row["seed"]) == (wire, seed) for row in runs_of(name, options)):
+            continue
+        row = trained(name, wire, seed, options)
+        store(name, [*runs_of(name, options), row], options)
+        figures = row["diverged"] or f"accuracy {row['accuracy']:.4f}, loss {row['loss']:.4f}, {row['bits']:.2f} bits"
+        print(f"{time.perf_counter() - began:6.0f} s  {name}, {wire}, seed {seed}: {figures}", flush=True)
     for name in options.tasks:
-        print("\n".join(lines := list(lines_of(TASKS[name], rows[name], facts[name]))), end="\n\n")
-        paths = write(options.out, stem_of(name, options.quick), facts[name], {"runs": rows[name]}, lines)
-        print(f"written: {', '.join(map(str, paths))}\n")
-    picture = options.out / f"{file_stem(machine_name(options.device))}-{'bits-smoke' if options.quick else 'bits'}.png"
-    draw(all_results(options), picture)
+        print("\n".join(store(name, runs_of(name, options), options)))
+        print(f"\nwritten: {path_of(name, options)}, {path_of(name, options, '.md')}\n")
+    draw({name: rows for name in TASKS if (rows := runs_of(name, options))}, picture := path_of("", options, ".png"))
     print(f"drawn: {picture}")
 
 

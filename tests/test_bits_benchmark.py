@@ -70,7 +70,8 @@ def test_lower_loss_is_better(bits):
 
 def test_a_wire_that_diverged_is_not_within_noise(bits):
     rows = rows_of(bits, bits.BASELINE, [1.0, 2.0, 3.0])
-    rows += rows_of(bits, "d", [1.0, 2.0]) + [row | {"seed": 2} for row in rows_of(bits, "d", [0.0], diverged="NaN", accuracy=None)]
+    rows += rows_of(bits, "d", [1.0, 2.0])
+    rows += [row | {"seed": 2} for row in rows_of(bits, "d", [0.0], diverged="NaN", accuracy=None)]
     found = bits.summary("d", rows)
     assert (found["n"], found["diverged"], found["loss_within_noise"]) == (3, 1, "**no**")
     assert "3 (1 diverged)" in "\n".join(bits.lines_of(bits.TASKS["gpt"], rows, {"machine": "m"}))
