@@ -45,6 +45,7 @@ BASELINE = "fp32 none"
 FEEDBACK = "feedback"
 WIRES = (
     BASELINE,
+    "bf16 none",  # its error is tiny: what its differences are, any rounding does to the course of a training
     "e4m3fn local",
     "e2m1fn block:32",
     "nvfp4",
@@ -52,6 +53,7 @@ WIRES = (
     "adaptive:3",
     "adaptive:2.4",
     "adaptive:2",
+    "adaptive:2 feedback",
     "adaptive:1.5",
     "adaptive:1.5 feedback",
 )
