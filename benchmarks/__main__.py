@@ -24,6 +24,7 @@ NAMES = (
     "papers",
     "train",
     "fashion",
+    "bits",
     "davidnet",
 )
 
