@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.links.contenders import AUTO, BASE, EIGHT_BITS, FLAT, FOUR_BITS, HALF, HIERARCHICAL
+from benchmarks.links.contenders import ADAPTIVE, AUTO, BASE, EIGHT_BITS, FLAT, FOUR_BITS, HALF, HIERARCHICAL
 
 NCCL = "nccl"  # several ranks on one GPU, over sockets
 SIZE, RANKS = 1 << 24, 2  # where the ratios below are wanted
@@ -13,6 +13,7 @@ RATIOS = {
         (EIGHT_BITS, BASE, 3.9),
         (FOUR_BITS[:1], BASE, 7.5),
         (FOUR_BITS[1:], BASE, 6.9),
+        ((ADAPTIVE,), BASE, 6.5),
     ),  # with a scale a block: 4.5 bits
     NCCL: ((EIGHT_BITS, BASE, 3.0), (EIGHT_BITS, HALF, 1.6), (FOUR_BITS, BASE, 5.0)),
 }

@@ -18,7 +18,15 @@ FOUR_BITS = tuple(
     for reduction in ("", ONE_SHOT)
     for name in ("e2m1fn local", "e2m1fn block:32", "mxfp4 local", "nvfp4 local")
 )
-BITS = {"e5m2": 8, "e4m3fn": 8, "e2m1fn": 4.25, "mxfp4": 4.25, "nvfp4": 4.5}  # an element, for the estimate of the time
+ADAPTIVE = "lowp adaptive:4.4 local"  # which has scales of its own
+BITS = {
+    "adaptive:4.4": 4.4,
+    "e5m2": 8,
+    "e4m3fn": 8,
+    "e2m1fn": 4.25,
+    "mxfp4": 4.25,
+    "nvfp4": 4.5,
+}  # an element, for the estimate of the time
 
 
 @dataclass(frozen=True)
@@ -64,12 +72,12 @@ COLLECTIVES: dict[str, Collective] = {
     BASE: Collective(fp32, 32),
     HALF: Collective(_torch_hook("fp16_compress_hook"), 16, averages=True),
     "bf16 hook": Collective(_torch_hook("bf16_compress_hook"), 16, averages=True),
-    **{name: _named(name) for name in (*EIGHT_BITS, *FOUR_BITS)},
+    **{name: _named(name) for name in (*EIGHT_BITS, *FOUR_BITS, ADAPTIVE)},
     AUTO: _lowp("e5m2", "aps", "auto"),
     HIERARCHICAL: _lowp("e5m2", "aps", "hierarchical(2)"),
 }
 NEEDS_NODES = (HIERARCHICAL,)  # run only where a node has several ranks
-QUICK = (BASE, HALF, *EIGHT_BITS[:2], *FOUR_BITS[1:4])  # with --quick: scales as by default
+QUICK = (BASE, HALF, *EIGHT_BITS[:2], *FOUR_BITS[1:4], ADAPTIVE)  # with --quick: scales as by default
 
 
 def expected_bytes(name: str, elements: int, ranks: int, report: object) -> float | None:
