@@ -98,8 +98,10 @@ def widths_of(part_bytes, group_bytes, layers, planes):
         for byte in groups
     ]
 
+    least = min(2, planes // len(priorities) - 1) if priorities else 0
+
     def at(level):
-        return [0 if p is None else sum(p >= level + step for step in STEPS) for p in priorities]
+        return [0 if p is None else sum(k < least or p >= level + step for k, step in enumerate(STEPS)) for p in priorities]
 
     level = 1024
     while level > -1024 and sum(at(level - 1)) <= planes:

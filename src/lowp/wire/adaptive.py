@@ -22,8 +22,9 @@ A group is encoded in five steps.
 **Widths** follow from the bytes before the planes, in integers, on both sides. The priority of a group is
 s - P - log2(size of its layer) / 2, in quarters of an octave: three quarters of what its energy says (which alone would starve
 layers of small gradients), one quarter of what would treat all layers alike. A group has the k-th bit if its priority is
-`level + STEPS[k]` or more, where the spacing of STEPS is what one more bit brings. `level` is the least for which the planes
-suffice. Planes that are left go to the first groups that the next level would give one more.
+`level + STEPS[k]` or more, where the spacing of STEPS is what one more bit brings; every group that is not zero has the first
+bits in any case (`least_width`). `level` is the least for which the planes suffice. Planes that are left go to the first groups
+that the next level would give one more.
 
 **rounding="stochastic"** is the unbiased mode: levels are uniform from minus to plus the largest magnitude of the transformed
 group, its scale (rounded up), and each number goes to one of its two neighbours at random. A group that is not zero has at
@@ -49,6 +50,7 @@ from lowp.wire.adaptive_tables import (
     BIAS,
     F32_MAX,
     FINE,
+    FOR_ALL,
     GROUP,
     HIGHEST,
     LEAST_BITS,
@@ -64,6 +66,7 @@ from lowp.wire.adaptive_tables import (
     ZERO,
     decode_units,
     encode_factors,
+    least_width,
     magnitudes_of,
     quarters,
     steps_of,
@@ -226,7 +229,8 @@ def widths(part_bytes: Tensor, group_bytes: Tensor, owners: Tensor, layout: Adap
     sizes = torch.tensor(layout.sizes, device=device)
     priority = group_bytes.to(torch.int64) - 255 + (3 * (part_bytes.to(torch.int64) - BIAS) - sizes)[owners]
     there = group_bytes != ZERO
-    steps = steps_of(layout.stochastic)
+    least = least_width(layout.planes, layout.groups, layout.stochastic)
+    steps = (*(FOR_ALL for _ in range(least)), *steps_of(layout.stochastic)[least:])
     counts = torch.bincount(priority[there] + LEVELS, minlength=2 * LEVELS)
     at_least = torch.nn.functional.pad(counts.flip(0).cumsum(0).flip(0), (0, 1))  # how many groups have this priority or more
 

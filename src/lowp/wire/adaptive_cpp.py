@@ -56,6 +56,8 @@ def _constants(stochastic: bool) -> str:
     return "\n".join(
         [
             f"#define STOCHASTIC {int(stochastic)}",
+            f"#define FOR_ALL ({tables.FOR_ALL})",
+            f"#define MOST_FOR_ALL {tables.MOST_FOR_ALL}",
             f"#define SIGNS {tables.SIGNS}ull",
             f"#define LEVELS {tables.LEVELS}",
             f"#define LOWEST (4 * {tables.LOWEST})",
@@ -114,10 +116,14 @@ static long allocate(const uint8_t* message, const Part* parts, const Region& re
         begin = end;
     }
     for (long i = 2 * LEVELS - 1; i >= 0; i--) at_least[i] += at_least[i + 1];
+    const long average = begin && !STOCHASTIC ? region.planes / begin - 1 : 0;
+    const long least = average < 0 ? 0 : average < MOST_FOR_ALL ? average : MOST_FOR_ALL;
+    int32_t steps[8];
+    for (int k = 0; k < 8; k++) steps[k] = k < least ? FOR_ALL : STEPS[k];
     const auto planes = [&](long level) {
         long sum = 0;
         for (int k = 0; k < 8; k++) {
-            const long at = level + STEPS[k] + LEVELS;
+            const long at = level + steps[k] + LEVELS;
             sum += at_least[at < 0 ? 0 : at > 2 * LEVELS ? 2 * LEVELS : at];
         }
         return sum;
@@ -128,7 +134,7 @@ static long allocate(const uint8_t* message, const Part* parts, const Region& re
         if (planes(middle) <= region.planes) high = middle; else low = middle + 1;
     }
     uint8_t width[64] = {};  // of priorities from level - 1 on
-    for (int d = 0; d < 64; d++) for (int k = 0; k < 8; k++) width[d] += d - 1 >= STEPS[k];
+    for (int d = 0; d < 64; d++) for (int k = 0; k < 8; k++) width[d] += d - 1 >= steps[k];
     long left = region.planes - planes(low), used = 0;
     begin = 0;
     for (long p = 0; p < region.parts; p++) {

@@ -12,7 +12,9 @@ PLANE = GROUP // 8  # bytes
 WIDEST = 8  # bits of a code
 SIGNS = 0x9E3779B97F4A7C15  # bit i: is number i of a group multiplied by -1?
 STEPS = (0, 3, 6, 9, 13, 17, 21, 25)  # of a normal number's squared error at 0 to 8 bits: 2 log2 of the ratios of its decreases
-UNIFORM_STEPS = (-(1 << 20), 0, 7, 12, 16, 20, 24, 28)  # the same of 1 / (2^w - 1)^2; the first bit is everybody's
+FOR_ALL = -(1 << 20)  # instead of a step: the bit is everybody's
+MOST_FOR_ALL = 2  # such bits, see `least_width`
+UNIFORM_STEPS = (FOR_ALL, 0, 7, 12, 16, 20, 24, 28)  # the same of 1 / (2^w - 1)^2; the first bit is everybody's
 LEAST_BITS, MOST_BITS = 1.0, 8.0
 LEAST_UNBIASED = 1.25  # a bit for each number, its group's byte, and a little more
 ZERO, NONFINITE = 0, 255
@@ -89,3 +91,12 @@ def decode_units(stochastic: bool) -> Tensor:
 
 def steps_of(stochastic: bool) -> tuple[int, ...]:
     return UNIFORM_STEPS if stochastic else STEPS
+
+
+def least_width(planes: int, groups: int, stochastic: bool) -> int:
+    """Bits that every group has that is not zero: one where there are two planes for each on average, two where there are more.
+
+    Least squared error would give groups of small energy none. But an optimizer such as AdamW does not look at the size of
+    gradients: with none a small GPT trained worse, with two at 4.4 bits as in float32 (docs/LOG.md). (`UNIFORM_STEPS` has it.)
+    """
+    return 0 if stochastic or not groups else min(MOST_FOR_ALL, max(0, planes // groups - 1))

@@ -166,7 +166,11 @@ def widths_text(stochastic: bool, clears: bool) -> str:
         "there = byte > 0",
         f"priority = tl.where(there, byte - 255 + 3 * (of_part - {tables.BIAS}) - size, 0)",
     ]
-    count = " + ".join(f"(above >= {step}).to(tl.int32)" for step in steps)
+    for_all = 0 if stochastic else tables.MOST_FOR_ALL
+    count = " + ".join(
+        f"((above >= {step}) | ({k} < least)).to(tl.int32)" if k < for_all else f"(above >= {step}).to(tl.int32)"
+        for k, step in enumerate(steps)
+    )
     lines = [
         "region = tl.program_id(0)",
         "number = tl.program_id(1)",
@@ -188,6 +192,8 @@ def widths_text(stochastic: bool, clears: bool) -> str:
         "k = tl.arange(0, 8)",
         f"steps = tl.full([8], {steps[0]}, tl.int32)",
         *(f"steps = tl.where(k == {k}, {step}, steps)" for k, step in enumerate(steps) if k),
+        f"least = tl.minimum((planes // tl.maximum(groups, 1) - 1).to(tl.int32), {for_all})",
+        f"steps = tl.where(k < least, {tables.FOR_ALL}, steps)",
         f"low = tl.full([], {-LEVELS}, tl.int32)",
         f"high = tl.full([], {LEVELS}, tl.int32)",
         f"for round in range(0, {(2 * LEVELS).bit_length()}):",
