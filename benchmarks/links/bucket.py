@@ -24,7 +24,14 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 SIZES = (600_000,) * 30 + (100_003,) * 70
-WIRE_BYTES = {"e5m2": 1.0, "e2m1fn": 0.5 + 1 / 32, "mxfp8_e4m3": 1 + 1 / 32, "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+WIRE_BYTES = {
+    "e5m2": 1.0,
+    "e2m1fn": 0.5 + 1 / 32,
+    "mxfp8_e4m3": 1 + 1 / 32,
+    "mxfp4": 0.5 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,
+    "adaptive:4.4": 4.4 / 8,
+}
 CALLS = 30
 PROFILED = 5
 HOST_BAR = 0.3e-3  # seconds
@@ -79,7 +86,7 @@ def _bucket(name: str, flat: Tensor, clock: Clock) -> dict:
     kernels = [e for e in seen.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     device = sum(event.time_range.elapsed_us() for event in kernels) / PROFILED / 1e6
     scale = settings.get("scale", "local")
-    code = float(fmt.split(":")[1]) / 8 if fmt.startswith("adaptive") else WIRE_BYTES[fmt]
+    code = WIRE_BYTES[fmt]
     needed = 8 + 4 * code + (4 if scale in ("aps", "local") else 0)
     return {
         "host": list(host),

@@ -126,8 +126,11 @@ class AdaptiveGroup(CodecGroup):
         if device.type == "meta":
             return None
         function = AdaptiveFunction(kind, dtype, self.codec.stochastic)
-        count = sum(segment.part.size for segment in self.segments)
-        return kernels.get_or_build(function, device, count, lambda what, device: what.build(device))
+        return kernels.get_or_build(function, device, self._elements, lambda what, device: what.build(device))
+
+    @cached_property
+    def _elements(self) -> int:
+        return sum(segment.part.size for segment in self.segments)
 
     def encode(self, numbers: Tensor, out: Tensor, factors: Tensor, noises: Noises | None, workspace: NewMemory) -> None:
         """Write the messages of `numbers`, each times the factor of its layer, to `out`."""

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,10 +158,8 @@ class Compressor:
         def make(link: GroupLink, done: Callable[[Marks], None], meter: Meter) -> BucketExchange:
             return BucketExchange(flat, bucket, self.settings, reduction, link, self.state, meter, True, done)
 
-        replayed = None
-        if not meter.samples:
-            new = lambda: ReplayedBucket(make, link, self.state.workspaces)  # noqa: E731
-            replayed = self._replays.find(flat, names, bucket, new)
+        new = partial(ReplayedBucket, make, link, self.state.workspaces)
+        replayed = None if meter.samples else self._replays.find(flat, names, bucket, new)
         if replayed is not None:
             replayed.meter, replayed.done = meter, done
         exchange = make(link, done, meter) if replayed is None else replayed

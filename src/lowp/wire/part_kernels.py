@@ -13,6 +13,7 @@ A codec that has no kernel (blocks that are no multiple of 16) is worked on part
 as is everything where no kernel can be compiled. The bytes are the same.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -74,6 +75,16 @@ def encode_function(codec: Codec, dtype: torch.dtype) -> PartsFunction | None:
     )
 
 
+def _addends(decoder: Decoder, first: int = 0) -> Callable[..., list[Tensor]]:
+    """`each` of the functions that add messages up: what one of them says. The decoder's tables begin at `first`."""
+
+    def each(*arguments: Any) -> list[Tensor]:
+        *read, _, _, tables = arguments
+        return decoder(read, tables[first:])
+
+    return each
+
+
 @lru_cache(maxsize=1024)
 def fold_function(codec: Codec) -> PartsFunction | None:
     """Messages to one message: decode, add in their order, in float32, encode the sum. Numbers are the encoder's."""
@@ -82,15 +93,12 @@ def fold_function(codec: Codec) -> PartsFunction | None:
         return None
     encoder, decoder = Encoder(codec, shape), Decoder(codec, shape)
 
-    def each(*arguments: Any) -> list[Tensor]:
-        *read, _, _, tables = arguments
-        return decoder(read, tables[len(encoder.tables) :])
-
     def finish(*arguments: Any) -> list[Tensor]:
         *sums, numbers, _, tables = arguments
         return encoder(sums, numbers, tables[: len(encoder.tables)])
 
     tables = (*encoder.tables, *decoder.tables)
+    each = _addends(decoder, len(encoder.tables))
     return PartsFunction(each, decoder.streams, encoder.streams, shape.tile, encoder.numbers, 0, tables, finish=finish)
 
 
@@ -102,15 +110,11 @@ def measure_sum_function(codec: Codec) -> PartsFunction | None:
         return None
     decoder = Decoder(codec, shape)
 
-    def each(*arguments: Any) -> list[Tensor]:
-        *read, _, _, tables = arguments
-        return decoder(read, tables)
-
     def finish(*arguments: Any) -> list[Tensor]:
         *sums, _, _, _ = arguments
         return magnitudes(sums, codec.measures)
 
-    kinds = sum(codec.measures)
+    each, kinds = _addends(decoder), sum(codec.measures)
     return PartsFunction(each, decoder.streams, (), shape.tile, tables=decoder.tables, maxima=kinds, finish=finish)
 
 
@@ -141,10 +145,6 @@ def decode_function(
         return None
     decoder = Decoder(codec, shape)
 
-    def each(*arguments: Any) -> list[Tensor]:
-        *read, _, _, tables = arguments
-        return decoder(read, tables)
-
     def finish(*arguments: Any) -> list[Tensor]:
         *sums, _, of_layer, _ = arguments
         found = [number * of_layer[0] for number in sums]
@@ -153,7 +153,7 @@ def decode_function(
         return [*(number.to(dtype) for number in found), *magnitudes(found, wanted)]
 
     return PartsFunction(
-        each,
+        _addends(decoder),
         decoder.streams,
         vectors_of_numbers(dtype, shape.tile),
         shape.tile,
