@@ -47,7 +47,7 @@ class BlockProgram:
 
     fmt: BlockFormat
     saturate: bool
-    nan: str  # "raise", "zero" or "saturate"
+    nan: str  # "raise", "zero", "saturate", or "any": it does not matter what becomes of a block that is not finite
 
     @cached_property
     def element_grid(self) -> grids.Grid:
@@ -70,13 +70,8 @@ class BlockProgram:
         return not (self.fmt.element.has_inf or self.fmt.element.has_nan or self.saturate)
 
     def tensor_scale(self, largest: Tensor) -> Tensor:
-        """float32 -> float32: the scale of a tensor with this largest finite magnitude, for formats that have one.
-
-        The float64 quotient lies on the same side of float32's midpoints as the exact one: the two are 2^-B apart, relatively,
-        with B = 25 + the bits of the divisor, at most 52.
-        """
-        divisor = self.fmt.element.max * self.fmt.scale.max
-        scale = (largest.to(torch.float64) / divisor).to(torch.float32)
+        """float32 -> float32: the scale of a tensor with this largest finite magnitude, for formats that have one."""
+        scale = largest / (self.fmt.element.max * self.fmt.scale.max)
         return torch.where(scale > 0, scale, torch.ones_like(scale))
 
     def scale(self, largest: Tensor, tensor_scale: Tensor | None = None) -> Tensor:
@@ -105,6 +100,33 @@ class BlockProgram:
             exponent = exponent + beyond.to(torch.int32)
         return exponent.clamp(*_exponents(fmt.scale)) + fmt.scale.bias  # type: ignore[operator]
 
+    @property
+    def suits_about(self) -> bool:
+        """Are there `scale_about` and `code_about`?"""
+        fmt = self.fmt
+        plain = isinstance(fmt.element, FloatFormat) and fmt.element.has_negative_zero and self.element_grid.suits_addition
+        return plain and fmt.tensor_scale and self.saturate and self.nan == "any" and self._scale_grid.suits_addition
+
+    @cached_property
+    def _scale_grid(self) -> grids.Grid:
+        return grids.grid(self.fmt.scale, F32, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
+
+    def scale_about(self, largest: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """`scale` in float32, and where that leaves the code in doubt. For tensor scales near 1.
+
+        Two products, and a reciprocal of 22 bits or more: the quotient has a relative error of less than 2^-20.
+        """
+        quotient = largest * torch.reciprocal(tensor_scale * self.fmt.element.max)
+        code, unsure = grids.encode_about(quotient.view(torch.int32), self._scale_grid)
+        return code.clamp(min=1), unsure
+
+    def code_about(self, x: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """`code` from an `inverse_about`, and where that leaves it in doubt."""
+        return grids.encode_about((x * inverse).view(torch.int32), self.element_grid)
+
+    def inverse_about(self, code: Tensor, tensor_scale: Tensor) -> Tensor:
+        return torch.reciprocal(self.scale_value(code) * tensor_scale)
+
     def is_poisoned(self, largest: Tensor) -> Tensor:
         """int32 -> bool: is a block NaN whose largest magnitude, NaN and infinities among them, has these float32 bits?"""
         return largest > F32.infinity if self.fmt.element.has_inf or self.saturate else largest >= F32.infinity
@@ -127,11 +149,11 @@ class BlockProgram:
         """int32 -> float32: what any code of the scale's format stands for."""
         fmt = self.fmt.scale
         if is_grid(fmt):
-            bits = grids.decode(code, grids.grid(fmt, F32, Rounding.NEAREST, False))
-            return _canonical(bits.view(torch.float32))
+            bits = grids.decode(code, grids.grid(fmt, F32, Rounding.NEAREST, False), finite=self.nan == "any")
+            return bits.view(torch.float32) if self.nan == "any" else _canonical(bits.view(torch.float32))
         code = code & ((1 << fmt.bits) - 1)
         power = _power_of_two(code - fmt.bias)  # type: ignore[operator]
-        if fmt.nan_code is None:
+        if fmt.nan_code is None or self.nan == "any":
             return power
         return torch.where(code == fmt.nan_code, torch.full_like(power, math.nan), power)
 
@@ -145,6 +167,8 @@ class BlockProgram:
     def code(self, x: Tensor, inverse: Tensor) -> Tensor:
         """float32, float16 or bfloat16 -> int32: the codes of elements (of `element.bits` bits)."""
         number = self._nearest(x, inverse) if self._rounds_numbers else x.to(torch.float32) * inverse
+        if self.nan == "any" and self.saturate:
+            return grids.encode(number.view(torch.int32), self.element_grid, None, "any")
         if not self._rounds_numbers and not self.saturate:
             number = number.clamp(self.fmt.element.min, self.fmt.element.max)
         own, bits = CARRIERS[x.dtype], _bits(x)
@@ -209,9 +233,13 @@ class BlockProgram:
 
         With `tensor_scale`, where `exact_in_float32`, `unit` is the block's `scale_value` alone, and `dtype` is float32.
         """
-        number = grids.decode(code, grids.grid(self.fmt.element, F32, Rounding.NEAREST, False)).view(torch.float32)  # type: ignore[arg-type]
+        grid = grids.grid(self.fmt.element, F32, Rounding.NEAREST, False)  # type: ignore[arg-type]  # a grid
+        number = grids.decode(code, grid, finite=self.nan == "any").view(torch.float32)
         if tensor_scale is not None:
-            return _canonical(number * unit * tensor_scale)
+            product = number * unit * tensor_scale
+            return product if self.nan == "any" else _canonical(product)
+        if self.nan == "any":
+            return self._product(number, unit, dtype)
         target, value = CARRIERS[dtype], self._product(number, unit, dtype)
         nan = torch.full_like(code, target.nan)
         if self.fmt.element.has_nan and self.fmt.power_of_two_scale and dtype == torch.float32:

@@ -269,7 +269,7 @@ class Quantize(_Rounder):
 class Encode(_Rounder):
     """Numbers in, codes out. `nan_to` is where NaN goes in a format that has none: "zero" or "saturate".
 
-    "raise": the result does not matter, and whoever calls looks for NaN (`is_nan`).
+    "raise": the result does not matter, and whoever calls looks for NaN (`is_nan`). "any": it does not matter in any format.
     """
 
     nan_to: str
@@ -281,7 +281,7 @@ class Encode(_Rounder):
 
     @cached_property
     def nan_codes(self) -> tuple[int, int]:
-        return _nan_codes(self.fmt, "zero" if self.nan_to == "raise" else self.nan_to)
+        return _nan_codes(self.fmt, "zero" if self.nan_to in ("raise", "any") else self.nan_to)
 
     @property
     def refuses_nan(self) -> bool:
@@ -326,6 +326,7 @@ class Decode:
     fmt: Format
     dtype: torch.dtype
     scaled: bool = False  # are numbers multiplied by a factor, in `dtype`?
+    finite: bool = False  # does it not matter what the codes of infinities and of NaN become?
 
     @property
     def stochastic(self) -> bool:
@@ -351,7 +352,7 @@ class Decode:
         if self.grid is None:
             result = tables[0][stored.to(torch.int32) & ((1 << self.fmt.bits) - 1)]
         else:
-            bits = grids.decode(stored.to(self.carrier.compute), self.grid)
+            bits = grids.decode(stored.to(self.carrier.compute), self.grid, self.finite)
             result = self.target.store(convert(bits, self.carrier, self.target))
         return result if factor is None else (result.view(self.dtype) * factor).view(self.target.storage)
 
@@ -378,5 +379,5 @@ def encode_operation(
 
 
 @lru_cache(maxsize=4096)
-def decode_operation(fmt: Format, dtype: torch.dtype, scaled: bool = False) -> Decode:
-    return Decode(fmt, dtype, scaled)
+def decode_operation(fmt: Format, dtype: torch.dtype, scaled: bool = False, finite: bool = False) -> Decode:
+    return Decode(fmt, dtype, scaled, finite)

@@ -242,9 +242,12 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     """The codes of the nearest (or as the mode says) numbers of the grid.
 
     A code is its value's rank: the binades below it, 2^m codes each, and the steps within its own. NaN becomes the format's
-    NaN, or in a format without one, zero or the largest value (`nan_to`).
+    NaN, or in a format without one, zero or the largest value (`nan_to`). With `nan_to="any"` it does not matter what NaN
+    becomes.
     """
     c = g.carrier
+    if nan_to == "any" and noise is None and (chips := _chips_own(bits, g)) is not None and g.overflow_code == g.max_code:
+        return bits.view(torch.float32).to(chips).view(torch.int8).to(c.compute)
     magnitude, negative = bits & c.magnitude, _sign_of(bits)
     in_floats = g.suits_addition and c.dtype == torch.float32 and floats_pay(bits)
     capped = None  # the rank of all that is too large, NaN included, if it has one at once
@@ -264,7 +267,7 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
         rank = _overflow(rank, magnitude, negative, g.max_code, g.overflow_code, g.infinity_code, g)
     nan_rank = g.nan_code if g.nan_code >= 0 else (0 if nan_to == "zero" else g.max_code)
     is_nan = (bits & c.magnitude) > c.infinity
-    if not capped == g.overflow_code == nan_rank:
+    if not capped == g.overflow_code == nan_rank and nan_to != "any":
         rank = torch.where(is_nan, _full(rank, nan_rank), rank)
     if g.fixed:
         code = (rank ^ negative) - negative  # two's complement
@@ -317,11 +320,28 @@ def _nearest_rank(magnitude: Tensor, g: Grid) -> Tensor:
     Adding c = 2^(F - m) * 2^e, e being the exponent of the binade, leaves the magnitude in steps, rounded, in the sum's last
     bits. (Magnitudes are capped at the first that overflows, which is of the largest value's binade.)
     """
+    large, below = _large(magnitude, g)
+    return (magnitude.view(g.carrier.dtype) + large.view(g.carrier.dtype)).view(g.carrier.storage) - large + below
+
+
+def _large(magnitude: Tensor, g: Grid) -> tuple[Tensor, Tensor | int]:
+    """The bits of c (see above), and how many codes the binades below have."""
     c, lowest = g.carrier, g.lowest_field << g.carrier.fraction_bits
     binade = _full(magnitude, lowest) if g.fixed else (magnitude & c.infinity).clamp(min=lowest)
-    large = binade + (g.dropped << c.fraction_bits)
-    steps = (magnitude.view(c.dtype) + large.view(c.dtype)).view(c.storage) - large
-    return steps if g.fixed else steps + _codes_below(binade, g)
+    return binade + (g.dropped << c.fraction_bits), 0 if g.fixed else _codes_below(binade, g)
+
+
+def encode_about(bits: Tensor, g: Grid) -> tuple[Tensor, Tensor]:
+    """The codes of numbers that are known with a relative error of 2^-20, and which of these are in doubt.
+
+    For floats that saturate, to nearest, where the grid `suits_addition`. What becomes of NaN does not matter.
+    """
+    c = g.carrier
+    magnitude = (bits & c.magnitude).clamp(max=g.max_bits)
+    large, below = _large(magnitude, g)
+    number, anchor = magnitude.view(c.dtype), large.view(c.dtype)
+    low, high = ((number * factor + anchor).view(c.storage) for factor in (1 - 2.0**-18, 1 + 2.0**-18))
+    return (high - large + below) | (_sign_of(bits) & (1 << (g.bits - 1))), low != high
 
 
 def _in_steps(magnitude: Tensor, g: Grid) -> tuple[Tensor, Tensor]:
@@ -375,9 +395,14 @@ def _stochastic_steps(steps: Tensor, noise: Tensor | None, g: Grid) -> Tensor:
     return torch.where(noise + covered >= span, whole + 1.0, whole)
 
 
-def decode(code: Tensor, g: Grid) -> Tensor:
-    """The bits of the values of codes (computing integers; bits above the format's are ignored). The mode does not matter."""
+def decode(code: Tensor, g: Grid, finite: bool = False) -> Tensor:
+    """The bits of the values of codes (computing integers; bits above the format's are ignored). The mode does not matter.
+
+    With `finite` it does not matter what the codes of infinities and of NaN become.
+    """
     carrier = g.carrier
+    if finite and (chips := _chips_own(code, g)) is not None:
+        return code.to(torch.int8).view(chips).to(torch.float32).view(torch.int32)
     if g.fixed:
         shift = code.dtype.itemsize * 8 - g.bits
         number = code << shift >> shift  # spread the sign
@@ -389,7 +414,7 @@ def decode(code: Tensor, g: Grid) -> Tensor:
         shifted = code << (code.dtype.itemsize * 8 - g.bits)  # its sign bit is the computing integer's
         sign = (shifted if code.dtype == carrier.storage else _sign_of(shifted)) & carrier.sign
     bits = _bits_of_rank(rank, g) | sign
-    if g.inf_code < 0 and g.nan_code < 0:
+    if finite or (g.inf_code < 0 and g.nan_code < 0):
         return bits
     if g.nan_is_minus_zero:
         is_nan = (code & ((1 << g.bits) - 1)) == g.nan_code
@@ -452,6 +477,22 @@ def normalized(number: Tensor, width: int) -> tuple[Tensor, Tensor]:
             moved = (number < 1 << (width - shift)).to(number.dtype) * shift
             number, total = number << moved, total + moved
     return number, total
+
+
+# What chips convert float32 to by an instruction, to nearest, what is too large to the largest value: (bits, m, lowest, max).
+_CONVERTED = {(8, 2, 113, 0x7B): torch.float8_e5m2, (8, 3, 121, 0x7E): torch.float8_e4m3fn}
+
+
+def _chips_own(numbers: Tensor, g: Grid) -> torch.dtype | None:
+    """The dtype that the device has instructions for which round to this grid, and read its codes; None: it has none.
+
+    Four elements are converted by two instructions where integers take some forty. (CUDA's devices have them from 8.9 on.)
+    """
+    if not (getattr(_now, "printing", False) and numbers.device.type == "cuda" and g.carrier.dtype == torch.float32):
+        return None
+    if g.mode is not Rounding.NEAREST or g.fixed or torch.cuda.get_device_capability(numbers.device) < (8, 9):
+        return None
+    return _CONVERTED.get((g.bits, g.mantissa_bits, g.lowest_field, g.max_code))
 
 
 _now = threading.local()

@@ -16,9 +16,9 @@ from lowp.wire.part_kernels import (
     decode_function,
     encode_function,
     fold_function,
+    largest_byte_function,
     measure,
     measure_sum_function,
-    peaks_function,
     round_function,
 )
 from lowp.wire.plan import Part
@@ -28,7 +28,6 @@ _FUNCTIONS: dict[str, Callable[..., PartsFunction | None]] = {
     "encode": encode_function,
     "decode": decode_function,
     "round": round_function,
-    "peaks": peaks_function,
     "fold": fold_function,
     "measure_sum": measure_sum_function,
 }
@@ -107,13 +106,25 @@ class CodecGroup:
         """Where blocks have headers: the largest one of each part in any of the messages, int32."""
         device = source.device
         peaks = workspace.zeros((len(self.segments),), device)
-        kernel = self.kernel(self.function("peaks"), device)
+        table = self._header_table(device)
+        kernel = None if device.type == "meta" else largest_byte_function().kernel(table)
         if kernel is not None:
             for message in range(messages):
-                kernel(source[message * stride :] if message else source, None, self.table(device), maxima=peaks)
+                kernel(source[message * stride :] if message else source, None, table, maxima=peaks)
             return peaks
         every = source[None, :] if messages == 1 else source.as_strided((messages, length), (stride, 1))
         return peaks.copy_(torch.stack([every[:, first : first + count].amax() for first, count in self.header_spans]))
+
+    def _header_table(self, device: torch.device) -> PartTable:
+        """The header bytes of each part, as a part of their own."""
+        if device not in self._header_tables:
+            rows = [(count, 0, first) for first, count in self.header_spans]
+            self._header_tables[device] = PartTable(rows, device)
+        return self._header_tables[device]
+
+    @cached_property
+    def _header_tables(self) -> dict[torch.device, PartTable]:
+        return {}
 
     def function(self, kind: str, *arguments: Any) -> PartsFunction | None:
         """Found again without a look at all of a codec."""

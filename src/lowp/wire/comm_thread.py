@@ -13,7 +13,8 @@ import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ from lowp.wire.report import Meter
 class PendingBucket:
     """A bucket to reduce. `arrived` is called when it is done, or has failed. `modes` are the sender's, noted by `send`."""
 
-    exchange: BucketExchange | ReplayedBucket
+    exchange: BucketExchange
     meter: Meter
     name: str
     arrived: Callable[[], None]
@@ -46,6 +47,7 @@ class CommThread:
         self._communicator = communicator
         self.error: Exception | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._queue: queue.SimpleQueue[PendingBucket | None] = queue.SimpleQueue()
         self._open: list[PendingBucket] = []
         self._thread: threading.Thread | None = None
@@ -65,18 +67,45 @@ class CommThread:
             if self.error is not None:  # the thread may have ended before it saw this bucket
                 self._give_up()
 
+    def launch(self, bucket: ReplayedBucket, name: str) -> bool:
+        """Launch a recorded bucket on the side stream. False: nothing was launched, it must be sent."""
+        with self._on_side_stream():
+            try:
+                return bucket.launch()
+            except Exception as error:
+                self._fail(error, name, ChunkScheduler())
+                return True
+
     def _carry_on_stream(self, bucket: PendingBucket) -> None:
-        """Issue everything on the side stream; `arrived` runs there too, so that a future knows what to wait for."""
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        """Issue everything on the side stream."""
         scheduler = ChunkScheduler()
-        with torch.cuda.stream(self._stream):
+        with self._on_side_stream():
             try:
                 bucket.exchange.start(scheduler)
                 scheduler.run()
             except Exception as error:
                 self._fail(error, bucket.name, scheduler)
             bucket.arrived()
+
+    @contextmanager
+    def _on_side_stream(self) -> Iterator[None]:
+        """What is launched within waits for what was launched before. (`torch.cuda.stream` and `wait_stream` do the same; this
+        takes a third of their time, and is entered for each bucket.)"""
+        assert self._stream is not None
+        assert self._event is not None
+        caller = torch.cuda.current_stream(self._stream.device)
+        self._event.record(caller)
+        self._stream.wait_event(self._event)
+        torch.cuda.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(caller)
+
+    def join_stream(self) -> None:
+        """On CUDA, what comes next on the current stream waits for all that was sent."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _carry(self) -> None:
         scheduler = ChunkScheduler()

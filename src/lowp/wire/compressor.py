@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.link import GroupLink
 from lowp.wire.reductions.base import Reduction
-from lowp.wire.replay import Marks, ReplayedBucket, Replays
+from lowp.wire.replay import Marks, ReplayedBucket, Replays, completed
 from lowp.wire.report import ONE_IN, Meter, WireReport, ring_bytes
 from lowp.wire.scale_warnings import warn_of_scales
 from lowp.wire.scaling import NONFINITE
@@ -133,17 +132,21 @@ class Compressor:
         return self.settings.reduction
 
     def submit(self, flat: Tensor, names: Iterable[str]) -> "torch.futures.Future[Tensor]":
-        """Start reducing a bucket in place: the mean over the ranks. The future holds it when it is there, or has failed; who
-        waits for it on CUDA has its stream wait for ours."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+        """Start reducing a bucket in place: the mean over the ranks. The future holds it when it is there, or has failed.
+
+        On CUDA the future is complete when everything is launched, on a stream of its own. Other streams wait for it where
+        `step_done` is called.
+        """
         names = tuple(names)
         if not self._buckets and self.settings.nonfinite != "propagate":
             self._before = self.state.memory()
         self._buckets.append(names)
         if self._comm_thread.error is not None:
-            future.set_result(flat)
-            return future
-        meter, step, number = self._meter, self.state.step, len(self._buckets)
+            return completed(flat)
+        meter, step = self._meter, self.state.step
+        meter.report.elements += flat.numel()
+        meter.report.bytes_of_fp32 += ring_bytes(4 * flat.numel(), self.world)
+        name = f"{self._reduction} of bucket {len(self._buckets)} in step {step}"
         if flat.is_cuda and torch.cuda.is_current_stream_capturing():
             meter.samples = False  # a graph's events have no times
         bucket = self._parameters.bucket(names, step)
@@ -152,25 +155,29 @@ class Compressor:
         reduction, link = self._reduction, self._communicator.link
         assert reduction is not None
 
-        def done(marks: Marks) -> None:
-            self._marks.append((names, marks))
-
         def make(link: GroupLink, done: Callable[[Marks], None], meter: Meter) -> BucketExchange:
             return BucketExchange(flat, bucket, self.settings, reduction, link, self.state, meter, True, done)
 
-        new = partial(ReplayedBucket, make, link, self.state.workspaces)
-        replayed = None if meter.samples else self._replays.find(flat, names, bucket, new)
-        if replayed is not None:
-            replayed.meter, replayed.done = meter, done
-        exchange = make(link, done, meter) if replayed is None else replayed
-        meter.report.elements += flat.numel()
-        meter.report.bytes_of_fp32 += ring_bytes(4 * flat.numel(), self.world)
-        name = f"{self._reduction} of bucket {number} in step {step}"
+        if not meter.samples:
+            replayed = self._replays.find(flat, names, bucket, lambda: ReplayedBucket(make, link, self.state.workspaces, flat))
+            if replayed is not None and self._comm_thread.launch(replayed, name):
+                if replayed.marks is not None:
+                    self._marks.append((names, replayed.marks))
+                return replayed.future
+            if replayed is not None:
+                self._replays.give_up(names)
+        exchange = make(link, lambda marks: self._marks.append((names, marks)), meter)
+        if flat.is_cuda:
+            self._comm_thread.send(PendingBucket(exchange, meter, name, lambda: None))
+            return completed(flat)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._comm_thread.send(PendingBucket(exchange, meter, name, lambda: future.set_result(flat)))
         return future
 
     def step_done(self) -> None:
-        """All gradients of a step are submitted: what comes next belongs to the next step."""
+        """All gradients of a step are submitted: what comes next belongs to the next step, and what comes next on the current
+        CUDA stream waits for the means."""
+        self._comm_thread.join_stream()
         if not self._layouts or self._layouts[-1][1] != self._buckets:
             self._layouts.append((self.state.step, self._buckets))
         self._buckets = []

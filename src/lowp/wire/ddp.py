@@ -24,6 +24,7 @@ from lowp import compat
 from lowp.wire.collectives import check_gradient
 from lowp.wire.compressor import Compressor
 from lowp.wire.naming import all_names
+from lowp.wire.replay import completed
 from lowp.wire.replicas import check_replicas
 from lowp.wire.report import WireReport
 from lowp.wire.settings import Settings
@@ -45,6 +46,7 @@ class Handle:
         self._switch = switch
         self._check_replicas = check_replicas
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._bucket_names: dict[tuple[int, ...], tuple[str, ...]] = {}  # by the ids of their parameters
         self._seen = 0
         self._waiting: list[torch.futures.Future[Tensor]] = []
         self._refusal: str | None = None
@@ -105,16 +107,15 @@ class Handle:
         self._compressor.close()
 
     def _hook(self, bucket: Any) -> "torch.futures.Future[Tensor]":
-        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        parameters = tuple(map(id, bucket.parameters()))
+        names = self._bucket_names.get(parameters)
+        if names is None:
+            names = self._bucket_names[parameters] = tuple(self._names[parameter] for parameter in parameters)
         buffer = bucket.buffer()
         if self._seen == 0:
             self._refusal = self._cannot_join()
         self._seen += len(names)
-        if self._refusal is None:
-            future = self._compressor.submit(buffer, names)
-        else:
-            future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-            future.set_result(buffer)
+        future = self._compressor.submit(buffer, names) if self._refusal is None else completed(buffer)
         self._waiting.append(future)
         if self._seen == len(self._names):
             self._all_sent()

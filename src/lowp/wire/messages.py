@@ -16,7 +16,7 @@ from lowp.wire.adaptive_group import AdaptiveGroup
 from lowp.wire.codec import Codec
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.plan import Part, Shard
-from lowp.wire.scaling import poisoned
+from lowp.wire.scaling import poisoned, write_bounds
 from lowp.wire.sparse import SparseGroup
 from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
@@ -111,13 +111,17 @@ class Messages:
         noises: Noises | None = None,
         maxima: "Sequence[Tensor | None] | None" = None,
         workspace: NewMemory = NEW_MEMORY,
+        peaks_of: int = 0,
     ) -> None:
         """Write the messages of `numbers`, each times the factor of its layer, to `out`.
 
-        `peaks` are the header bytes (int32, of all parts) of codecs that do not compute their own. `maxima` is what `measure`
-        would find for `codec.measures`; the rows after them are written here.
+        `peaks` are the header bytes (int32, of all parts) of codecs that do not compute their own; with `peaks_of`, a number of
+        ranks, they are found here. `maxima` is what `measure` would find for `codec.measures`; the rows after them are written
+        here.
         """
         device = numbers.device
+        if peaks_of and self.sends_peaks and not self._find_peaks_together:
+            peaks = self.own_peaks(numbers, peaks_of, workspace)
         for place, group in enumerate(self.groups):
             if group.codec.keep < 1:
                 self._sparse(group).encode(numbers, out, factors, peaks, noises, workspace)
@@ -125,17 +129,22 @@ class Messages:
             if isinstance(group, AdaptiveGroup):
                 group.encode(numbers, out, self._of_layers(factors, device), noises, workspace)
                 continue
-            function = group.function("encode", numbers.dtype)
+            finds = group.codec.sends_peaks and peaks is None and peaks_of > 0
+            function = group.function("encode", numbers.dtype, not finds)
             kernel = group.kernel(function, device)
             if kernel is None:
-                self._encode_plainly(group, numbers, out, factors, peaks, noises)
+                known_peaks = self.own_peaks(numbers, peaks_of) if finds else peaks
+                self._encode_plainly(group, numbers, out, factors, known_peaks, noises)
                 continue
             assert function is not None
             measured = None if maxima is None else maxima[place]
-            known = self._known(group, function.numbers, measured, peaks, noises, device, workspace)
+            known = self._known(group, function.numbers, measured, peaks, noises, device, workspace, not finds)
             if known is not None and measured is None:
                 group.measure(numbers, group.codec.measures, known)
-            kernel(numbers, out, group.table(device), known, self._of_layers(factors, device))
+            found = workspace.zeros((len(group.segments),), device) if finds else None
+            kernel(numbers, out, group.table(device), known, self._of_layers(factors, device), found)
+            if found is not None:
+                self._write_peaks(group, found, peaks_of, out)
 
     def _sparse(self, group: CodecGroup) -> SparseGroup:
         """The parts of a group with top-k."""
@@ -152,11 +161,12 @@ class Messages:
         noises: Noises | None,
         device: torch.device,
         workspace: NewMemory,
+        with_peaks: bool = True,
     ) -> Tensor | None:
         """The numbers of a group's parts that its encoder asks for: int32 [rows, parts]; maxima are zero if none are given."""
         if not rows:
             return None
-        row, sends_peaks = sum(group.codec.measures), group.codec.sends_peaks
+        row, sends_peaks = sum(group.codec.measures), group.codec.sends_peaks and with_peaks
         if sends_peaks:
             peaks = self.no_peaks(device) if peaks is None else peaks.to(torch.int32)
             peaks = peaks if len(self.groups) == 1 else peaks[group.indices(device)]
@@ -169,6 +179,30 @@ class Messages:
             assert noises is not None
             group.write_keys(noises, workspace.once(group, ("keys", rows), lambda: known[rows - KEY_SIZE :]))
         return known
+
+    def own_peaks(self, numbers: Tensor, ranks: int, workspace: NewMemory = NEW_MEMORY) -> Tensor:
+        """The header byte of each part, where the codec does not make its own: how large the numbers are. Int32."""
+        device, peaks = numbers.device, self.no_peaks(numbers.device)
+        for group in self.groups:
+            if group.codec.sends_peaks:
+                maxima = workspace.zeros((len(group.segments),), device)
+                group.measure(numbers, (True, False), maxima)
+                write_bounds(maxima, ranks, maxima)
+                peaks = maxima if len(self.groups) == 1 else peaks.index_copy(0, group.indices(device), maxima)
+        return peaks
+
+    @cached_property
+    def _find_peaks_together(self) -> bool:
+        """Can all groups that send peaks find them while they encode?"""
+        senders = [group for group in self.groups if group.codec.sends_peaks]
+        return all(group.codec.keep == 1 and group.function("encode", torch.float32) is not None for group in senders)
+
+    def _write_peaks(self, group: CodecGroup, maxima: Tensor, ranks: int, out: Tensor) -> None:
+        """The header bytes that follow from largest magnitudes (which are overwritten)."""
+        device = out.device
+        write_bounds(maxima, ranks, maxima)
+        places = group.constant("headers", lambda: [first for first, _ in group.header_spans], device)
+        out.index_copy_(0, places, maxima.to(torch.uint8))
 
     def _encode_plainly(
         self,

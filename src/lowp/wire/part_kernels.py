@@ -1,7 +1,7 @@
 """The work on a bucket's numbers and messages as a few kernels, each over all parts at once (tensor/lists/parts.py):
 
 - measure: the largest magnitude of each part;
-- encode: numbers times their layer's factor, scaled, rounded, packed; headers;
+- encode: numbers times their layer's factor, scaled, rounded, packed; headers, or what they follow from;
 - decode: what one message says, or the sum of what several say, in the order of ranks; times a factor, divided;
 - fold: messages to the message of their sum; before it, where the codec must know the largest magnitude of all of the sum,
   measure_sum, which decodes them too;
@@ -24,7 +24,7 @@ from lowp.tensor.core import quantize_operation
 from lowp.tensor.lists.parts import COUNT, LANES, PartsFunction, PartTable
 from lowp.tensor.noise import KEY_SIZE
 from lowp.wire.codec import Codec
-from lowp.wire.tiles import HEADER, NUMBERS, Decoder, Encoder, magnitudes, of_blocks, shape_of, vectors_of_numbers
+from lowp.wire.tiles import NUMBERS, Decoder, Encoder, magnitudes, shape_of, vectors_of_numbers
 
 _PLAIN_TILE = 4 * LANES  # where no codec asks for another
 
@@ -55,24 +55,25 @@ def measure(numbers: Tensor, table: PartTable, wanted: tuple[bool, bool], out: T
 
 
 @lru_cache(maxsize=1024)
-def encode_function(codec: Codec, dtype: torch.dtype) -> PartsFunction | None:
+def encode_function(codec: Codec, dtype: torch.dtype, known: bool = True) -> PartsFunction | None:
     """Numbers of a part, int32: what `codec.measures` asks for, or the header byte of `sends_peaks`; then the noise's key.
 
-    Of its layer: by which factor its numbers are multiplied first.
+    Of its layer: by which factor its numbers are multiplied first. Where that header byte is not `known`, it is not written,
+    and the largest magnitude is found: the byte follows from it.
     """
     shape = shape_of(codec)
     if shape is None:
         return None
-    encoder = Encoder(codec, shape)
+    encoder, finds = Encoder(codec, shape, known), codec.sends_peaks and not known
 
     def each(*arguments: Any) -> list[Tensor]:
         *sources, numbers, of_layer, tables = arguments
-        x = [source.to(torch.float32) * of_layer[0] for source in sources]
-        return encoder(x, numbers, tables, of_layer[0])
+        own = [source.to(torch.float32) for source in sources]
+        stored = encoder([number * of_layer[0] for number in own], numbers, tables, of_layer[0])
+        return [*stored, *magnitudes(own, (finds, False))]
 
-    return PartsFunction(
-        each, vectors_of_numbers(dtype, shape.tile), encoder.streams, shape.tile, encoder.numbers, 1, encoder.tables
-    )
+    loads = vectors_of_numbers(dtype, shape.tile)
+    return PartsFunction(each, loads, encoder.streams, shape.tile, encoder.numbers, 1, encoder.tables, int(finds))
 
 
 def _addends(decoder: Decoder, first: int = 0) -> Callable[..., list[Tensor]]:
@@ -118,18 +119,15 @@ def measure_sum_function(codec: Codec) -> PartsFunction | None:
     return PartsFunction(each, decoder.streams, (), shape.tile, tables=decoder.tables, maxima=kinds, finish=finish)
 
 
-@lru_cache(maxsize=256)
-def peaks_function(codec: Codec) -> PartsFunction | None:
-    """The largest header byte of each part, for codecs that have one a block."""
-    shape = shape_of(codec)
-    if shape is None:
-        return None
+@lru_cache(maxsize=1)
+def largest_byte_function() -> PartsFunction:
+    """The largest byte of each part: of a table whose parts are bytes."""
 
     def each(*arguments: Any) -> list[Tensor]:
-        *headers, _, _, _ = arguments
-        return [header.to(torch.int32) & 0xFF for header in headers]
+        *read, _, _, _ = arguments
+        return [byte.to(torch.int32) & 0xFF for byte in read]
 
-    return PartsFunction(each, of_blocks(shape, HEADER), (), shape.tile, maxima=1)
+    return PartsFunction(each, vectors_of_numbers(torch.int8, _PLAIN_TILE), (), _PLAIN_TILE, maxima=1)
 
 
 @lru_cache(maxsize=1024)

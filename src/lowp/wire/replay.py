@@ -1,11 +1,11 @@
-"""A bucket's launches on CUDA as graphs: from its fourth step on they take the host one call each, not some 400 microseconds.
+"""A bucket's launches on CUDA as graphs: from its fourth step on the host makes one call for each, not one for each kernel.
 
 All that a bucket's kernels are given stays the same from step to step: DDP's buffer, tables, and the memory of the workspaces.
 So what a step launches is recorded in CUDA graphs, one for each stretch between two messages, and launched again in the next
 steps. Messages are not recorded: torch starts each of them as always, so that its timeouts see them.
 
 Not recorded are steps in which something depends on the step: noise, error feedback, delayed scales, measurements, one step in
-16 whose figures are sampled, and anything that a dispatch mode (an audit) looks at.
+64 whose figures are sampled, and anything that a dispatch mode (an audit) looks at.
 """
 
 import logging
@@ -22,7 +22,7 @@ from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.exchange import BucketExchange
 from lowp.wire.link import GroupLink, Pending
 from lowp.wire.plan import Bucket
-from lowp.wire.reductions.base import Reduction, Steps
+from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.one_shot import OneShot
 from lowp.wire.reductions.two_shot import TwoShot
 from lowp.wire.report import Meter
@@ -36,6 +36,18 @@ _ATTEMPTS = 3  # recordings of a bucket, at most: a bucket that lies elsewhere a
 
 Begin = Callable[[], list[Pending]]
 Marks = Callable[[], Tensor]
+Make = Callable[[GroupLink, Callable[[Marks], None], Meter], BucketExchange]
+
+
+def completed(flat: Tensor) -> "torch.futures.Future[Tensor]":
+    """A future that is complete, and knows of no device.
+
+    One that knows of a device pickles its result to find the tensors in it, which takes longer than all the rest of a step's
+    launch. So streams are joined elsewhere, once in a step (`Compressor.step_done`).
+    """
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(flat)
+    return future
 
 
 class RecordingLink(GroupLink):
@@ -95,67 +107,52 @@ class _GraphScheduler(ChunkScheduler):
 
 
 class ReplayedBucket:
-    """What a step of one bucket launches and sends. It is recorded when it is first started."""
+    """What a step of one bucket launches and sends. It is recorded when it is first launched.
 
-    def __init__(
-        self,
-        make: "Callable[[GroupLink, Callable[[Marks], None], Meter], BucketExchange]",
-        link: GroupLink,
-        workspaces: Workspaces,
-    ) -> None:
+    `future` is what every such step returns: it is complete already, since all of a step is launched before it is returned.
+    """
+
+    def __init__(self, make: Make, link: GroupLink, workspaces: Workspaces, flat: Tensor) -> None:
         self._make, self._link, self._workspaces = make, link, workspaces
         self._recorded: tuple[Any, ...] | None = None  # what must live as long as the graphs do
         self._segments: Sequence[tuple[torch.cuda.CUDAGraph, list[Begin]]] = ()
-        self._marks: Marks | None = None
         self._bytes = 0
-        self._failed = False
-        self.complete = False
-        self.done: Callable[[Marks], None] = lambda marks: None  # of this step
-        self.meter = Meter()
+        self.marks: Marks | None = None
+        self.future = completed(flat)
 
-    def start(self, scheduler: ChunkScheduler) -> None:
-        self.complete = False
-        if self._recorded is None and not self._failed:
-            self._record()
-        if self._failed:
-            self._make(self._link, self.done, self.meter).start(scheduler)
-        else:
-            scheduler.add(Task(self._link.take_number(), self._steps(), self.meter, self._finish))
+    def launch(self) -> bool:
+        """All of a step, on the current stream. False: it cannot be recorded, and nothing was launched."""
+        if self._recorded is None and not self._record():
+            return False
+        for graph, begins in self._segments:
+            graph.replay()
+            for begin in begins:
+                for pending in begin():
+                    pending.wait()
+        self._link.bytes_sent += self._bytes
+        return True
 
-    def _record(self) -> None:
+    def _record(self) -> bool:
         link, found = RecordingLink(self._link), []
         exchange, recorder = self._make(link, found.append, Meter(samples=False)), _GraphScheduler(link)
         try:
             recorder.record(exchange)
         except RuntimeError as error:
-            self._failed = True
             logger.warning("a bucket's kernels cannot be recorded as a CUDA graph, and are launched one by one: %s", error)
-            return
-        self._segments, self._bytes, (self._marks,) = recorder.segments, link.bytes_sent, found
+            return False
+        self._segments, self._bytes, (self.marks,) = recorder.segments, link.bytes_sent, found
         self._recorded = exchange, self._workspaces.memory()
-
-    def _steps(self) -> Steps:
-        for graph, begins in self._segments:
-            graph.replay()
-            if begins:
-                yield [pending for begin in begins for pending in begin()]
-
-    def _finish(self) -> None:
-        assert self._marks is not None
-        self._link.bytes_sent += self._bytes
-        self.complete = True
-        self.done(self._marks)
+        return True
 
 
 @dataclass
 class _Seen:
-    """A bucket: where it lay, how often in a row, whether it can be recorded, and what was recorded."""
+    """A bucket: where it lay, how often in a row, how many recordings of it may still be made, and what was recorded."""
 
     bucket: Bucket
     address: int = 0
     times: int = 0
-    suits: bool = False
-    recordings: int = 0
+    recordings_left: int = _ATTEMPTS
     replayed: ReplayedBucket | None = None
 
 
@@ -176,12 +173,17 @@ class Replays:
         seen = self._seen.setdefault(names, _Seen(bucket))
         if seen.address != flat.data_ptr() or seen.bucket is not bucket:
             seen.address, seen.bucket, seen.times, seen.replayed = flat.data_ptr(), bucket, 0, None
-            seen.suits = self._suits(flat, bucket)
+            if not self._suits(flat, bucket):
+                seen.recordings_left = 0
         seen.times += 1
-        if seen.replayed is None and seen.suits and seen.times > BEFORE and seen.recordings < _ATTEMPTS:
-            seen.recordings += 1
+        if seen.replayed is None and seen.times > BEFORE and seen.recordings_left > 0:
+            seen.recordings_left -= 1
             seen.replayed = new()
         return seen.replayed
+
+    def give_up(self, names: tuple[str, ...]) -> None:
+        """This bucket cannot be recorded."""
+        self._seen[names].replayed, self._seen[names].recordings_left = None, 0
 
     def _suits(self, flat: Tensor, bucket: Bucket) -> bool:
         settings = self.settings

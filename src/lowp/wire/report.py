@@ -16,7 +16,7 @@ from lowp.wire.codec import Codec
 from lowp.wire.messages import Messages
 
 SAMPLE = 1024  # elements of a message part that are looked at for saturation and underflow
-ONE_IN = 16  # steps, on CUDA
+ONE_IN = 64  # steps, on CUDA
 ONE_PART_IN = 32  # on a CPU: a sample takes some twenty operations
 
 
@@ -27,7 +27,7 @@ def ring_bytes(size: int, world: int) -> float:
 
 @dataclass
 class WireReport:
-    """Figures of one step or of many. On CUDA seconds and fractions are known of one step in 16: they are the sampled steps'.
+    """Figures of one step or of many. On CUDA seconds and fractions are known of one step in 64: they are the sampled steps'.
 
     `saturated` and `underflowed` are fractions of the non-zero numbers that this rank encoded, estimated from the beginnings of
     one message part in 16 (or, with `measure`, from everything). `relative_error` is |ours - exact| / |exact| of the sum.
@@ -117,7 +117,7 @@ class Meter:
     def see(self, messages: Messages, numbers: Tensor, buffer: Tensor, factors: Tensor | None) -> None:
         """Count what saturated and what became zero in these messages; without `whole`, in some parts, at their beginning.
 
-        On CUDA, where each sample is some ten launches, in one part of a message, and in one step in 16 (see `Compressor`).
+        On CUDA, where each sample is some ten launches, in one part of a message, and in one step in 64 (see `Compressor`).
         """
         if not self.samples:
             return

@@ -154,10 +154,11 @@ class Rules:
         factors: Tensor | None = None,
         peaks: Tensor | None = None,
         maxima: "Sequence[Tensor | None] | None" = None,
+        peaks_of: int = 0,
     ) -> None:
         """All messages at once."""
         with self.timed("encode", numbers.device):
-            messages.encode(numbers, out, factors, peaks, self._noises(stage, actor), maxima, self.workspace)
+            messages.encode(numbers, out, factors, peaks, self._noises(stage, actor), maxima, self.workspace, peaks_of)
             if stage in (Stage.ADDEND, Stage.NODE) and self.meter is not None:
                 self.meter.see(messages, numbers, out, factors)
 

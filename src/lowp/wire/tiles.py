@@ -19,6 +19,7 @@ from lowp.tensor.block_programs import BlockProgram, block_program
 from lowp.tensor.carrier import F32
 from lowp.tensor.core import code_storage, decode_operation, encode_operation
 from lowp.tensor.lists.parts import LANES, LAYER, Stream
+from lowp.tensor.lists.tracing import shortcut
 from lowp.tensor.noise import KEY_SIZE
 from lowp.tensor.packing import group
 from lowp.tensor.table import Table
@@ -63,7 +64,8 @@ def shape_of(codec: Codec) -> TileShape | None:
 
 
 def _block_program(codec: Codec) -> BlockProgram | None:
-    return block_program(codec.format, codec.rounding) if isinstance(codec.format, BlockFormat) else None
+    """What becomes of a block that is not finite does not matter: its part says so, or its own header, and it is NaN."""
+    return block_program(codec.format, codec.rounding, nan="any") if isinstance(codec.format, BlockFormat) else None
 
 
 def vectors_of_numbers(dtype: torch.dtype, tile: int) -> tuple[Stream, ...]:
@@ -88,7 +90,7 @@ def _codes(shape: TileShape) -> tuple[Stream, ...]:
     return tuple(found)
 
 
-def of_blocks(shape: TileShape, column: int) -> tuple[Stream, ...]:
+def _of_blocks(shape: TileShape, column: int) -> tuple[Stream, ...]:
     blocks = shape.tile // shape.block
     return tuple(Stream(torch.int8, column, blocks, b, b * shape.block, of="tile") for b in range(blocks))
 
@@ -146,12 +148,16 @@ def _largest(vectors: Sequence[Tensor]) -> Tensor:
 
 
 class Encoder:
-    """From vectors of float32 numbers to what is stored: the bytes of codes, then headers and scales."""
+    """From vectors of float32 numbers to what is stored: the bytes of codes, then headers and scales.
 
-    def __init__(self, codec: Codec, shape: TileShape) -> None:
+    The header of `codec.sends_peaks` is stored if it is `known`.
+    """
+
+    def __init__(self, codec: Codec, shape: TileShape, known: bool = True) -> None:
         self._codec, self._shape = codec, shape
         self._local, self._whole = codec.measures
-        self._first_key = self._local + self._whole + codec.sends_peaks
+        self._peak = codec.sends_peaks and known
+        self._first_key = self._local + self._whole + self._peak
         self._blocks = _block_program(codec)
         self._code = _Coder(shape.element, codec.rounding) if self._blocks is None else None
         self.numbers = self._first_key + (KEY_SIZE if codec.stochastic else 0)
@@ -160,12 +166,12 @@ class Encoder:
     @property
     def streams(self) -> tuple[Stream, ...]:
         stores = [*_codes(self._shape)]
-        if self._local or self._codec.sends_peaks:
+        if self._local or self._peak:
             stores.append(Stream(torch.int8, HEADER, of="part"))
         if self._whole:
             stores.append(Stream(torch.int32, TENSOR_SCALE, of="part"))
         if self._shape.block:
-            stores += of_blocks(self._shape, HEADER if self._blocks is None else SCALES)
+            stores += _of_blocks(self._shape, HEADER if self._blocks is None else SCALES)
         return tuple(stores)
 
     def __call__(self, x: list[Tensor], numbers: Tensor, tables: Any, unit: Tensor | None = None) -> list[Tensor]:
@@ -177,15 +183,11 @@ class Encoder:
             x = [number * factor for number in x]
             unit = factor if unit is None else unit * factor
             extra.append(byte.to(torch.int8))
-        elif codec.sends_peaks:
+        elif self._peak:
             extra.append(numbers[int(self._whole)].to(torch.int8))
         if self._blocks is not None:
             largest = numbers[int(self._local)] if self._whole else None
-            # Few elements are found by steps, which need a scale of the part that is not tiny: `local` sees to it. (On a GPU
-            # a quotient by a power of two is cheaper.)
-            quotients = not grids.in_vectors(x[0]) and self._blocks.fmt.power_of_two_scale
-            by_steps = not quotients and block_steps.suits(self._blocks.fmt) and (self._local or not self._whole)
-            codes, more = _block_codes(self._blocks, self._shape, x, largest, unit, by_steps)
+            codes, more = _block_codes(self._blocks, self._shape, x, largest, unit, near_one=self._local)
             extra += more
         else:
             if self._shape.block:
@@ -207,11 +209,11 @@ def _stored(codes: list[Tensor], shape: TileShape) -> list[Tensor]:
 
 
 class _Coder:
-    """From a float32 number to its code; what is too large saturates, and NaN is zero where the format has none."""
+    """From a float32 number to its code; what is too large saturates."""
 
     def __init__(self, fmt: Format, rounding: str) -> None:
         self._fmt = fmt
-        self._operation = None if fmt == FP32 else encode_operation(fmt, torch.float32, rounding, True, "zero")
+        self._operation = None if fmt == FP32 else encode_operation(fmt, torch.float32, rounding, True, "any")
         self.tables: tuple[Table, ...] = () if self._operation is None else self._operation.tables
         self._whole = fmt.bits % 8 == 0
 
@@ -224,12 +226,12 @@ class _Coder:
 
 
 def _blocks_of(shape: TileShape, vectors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """The largest finite magnitude of each block (float32), and its vectors."""
+    """The largest magnitude of each block (float32), and its vectors."""
     step = shape.block // LANES
     found = []
     for first in range(0, len(vectors), step):
         mine = list(vectors[first : first + step])
-        most = _largest(magnitudes(mine, (False, True)))
+        most = _largest(magnitudes(mine, (True, False)))
         found.append((most.view(torch.float32).amax(-1, keepdim=True), mine))
     return found
 
@@ -251,9 +253,9 @@ def _scaled_blocks(codec: Codec, shape: TileShape, x: list[Tensor]) -> tuple[lis
 
 
 def _block_codes(
-    program: BlockProgram, shape: TileShape, x: list[Tensor], largest: Tensor | None, factor: Tensor | None, by_steps: bool
+    program: BlockProgram, shape: TileShape, x: list[Tensor], largest: Tensor | None, factor: Tensor | None, near_one: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Codes of a block format; the part's scale, where there is one, then the blocks'."""
+    """Codes of a block format; the part's scale, where there is one, then the blocks'. `near_one`: is the part's scale?"""
     extra, tensor_scale = [], None
     if largest is not None:
         most = largest.view(torch.float32)
@@ -261,18 +263,45 @@ def _block_codes(
         extra.append(tensor_scale.view(torch.int32))
     codes = []
     for most, mine in _blocks_of(shape, x):
-        scale = program.scale(most, tensor_scale)
-        if by_steps:
-            whole = [] if tensor_scale is None else [tensor_scale]
-            steps = block_steps.steps(program.fmt, program.scale_value(scale), whole, torch.float32)
-            codes += [block_steps.code(program, number, steps) for number in mine]
-        else:
-            inverse = program.inverse(scale, tensor_scale)
-            codes += [program.code(number, inverse) for number in mine]
+        scale, own = _codes_of_block(program, most, mine, tensor_scale, near_one)
+        codes += own
         extra.append(scale.to(torch.int8))
     if not shape.packed:
         codes = [code.to(code_storage(shape.element)) for code in codes]
     return codes, extra
+
+
+def _codes_of_block(
+    program: BlockProgram, most: Tensor, x: list[Tensor], tensor_scale: Tensor | None, near_one: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The code of a block's scale, and those of its numbers.
+
+    On a CPU, few elements are found by steps. On a GPU every thread would compute steps for few elements: there, quotients are
+    found to some 20 bits, and where that is not enough, again in float64.
+    """
+    fmt, in_vectors = program.fmt, grids.in_vectors(x[0])
+    if in_vectors and block_steps.suits(fmt) and (near_one or not fmt.tensor_scale):
+        scale = program.scale(most, tensor_scale)
+        whole = [] if tensor_scale is None else [tensor_scale]
+        steps = block_steps.steps(fmt, program.scale_value(scale), whole, torch.float32)
+        return scale, [block_steps.code(program, number, steps) for number in x]
+
+    def exact() -> list[Tensor]:
+        scale = program.scale(most, tensor_scale)
+        inverse = program.inverse(scale, tensor_scale)
+        return [scale, *(program.code(number, inverse) for number in x)]
+
+    if in_vectors or tensor_scale is None or not (near_one and program.suits_about):
+        scale, *codes = exact()
+        return scale, codes
+    scale, unsure = program.scale_about(most, tensor_scale)
+    inverse = program.inverse_about(scale, tensor_scale)
+    about = [(scale, unsure), *(program.code_about(number, inverse) for number in x)]
+    found = [
+        shortcut(lambda code=code: code, lambda known=known: known, lambda doubt=doubt: doubt, most, on_gpu=True)
+        for (code, doubt), known in zip(about, exact(), strict=True)
+    ]
+    return found[0], found[1:]
 
 
 class Decoder:
@@ -293,7 +322,7 @@ class Decoder:
         if self._whole:
             loads.append(Stream(torch.float32, TENSOR_SCALE, of="part"))
         if self._shape.block:
-            loads += of_blocks(self._shape, HEADER if self._blocks is None else SCALES)
+            loads += _of_blocks(self._shape, HEADER if self._blocks is None else SCALES)
         return tuple(loads)
 
     def __call__(self, read: Sequence[Tensor], tables: Any) -> list[Tensor]:
@@ -304,7 +333,7 @@ class Decoder:
         tensor_scale = rest.pop(0) if self._whole else None
         vectors = _loaded(read[:codes], shape)
         if self._blocks is not None:
-            found = self._of_blocks(vectors, [scale.to(torch.int32) & 0xFF for scale in rest], tensor_scale)
+            found = self._numbers_of_blocks(vectors, [scale.to(torch.int32) & 0xFF for scale in rest], tensor_scale)
         else:
             assert self._value is not None
             found = [self._value(code, tables) for code in vectors]
@@ -314,7 +343,7 @@ class Decoder:
                 found = [number * units[v // step] for v, number in enumerate(found)]
         return found if unit is None else [number * unit for number in found]
 
-    def _of_blocks(self, vectors: list[Tensor], scales: list[Tensor], tensor_scale: Tensor | None) -> list[Tensor]:
+    def _numbers_of_blocks(self, vectors: list[Tensor], scales: list[Tensor], tensor_scale: Tensor | None) -> list[Tensor]:
         program, step = self._blocks, self._shape.block // LANES
         assert program is not None
         if tensor_scale is not None and not program.exact_in_float32:
@@ -340,7 +369,7 @@ class _Values:
     """From a code to the float32 number that it stands for."""
 
     def __init__(self, fmt: Format) -> None:
-        self._operation = None if fmt == FP32 else decode_operation(fmt, torch.float32)
+        self._operation = None if fmt == FP32 else decode_operation(fmt, torch.float32, finite=True)
         self._storage = code_storage(fmt)
         self.tables: tuple[Table, ...] = () if self._operation is None else self._operation.tables
 

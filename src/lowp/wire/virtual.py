@@ -27,7 +27,7 @@ from lowp.wire.layer_tensors import Residuals
 from lowp.wire.link import agreement_bytes
 from lowp.wire.messages import Messages
 from lowp.wire.plan import Bucket, Chunk, Shard, cuts_for
-from lowp.wire.reductions.base import Reduction, peaks_of
+from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import ring_bytes
 from lowp.wire.rules import Load
 from lowp.wire.scale_warnings import warn_of_scales
@@ -262,7 +262,7 @@ class _OpenBucket:
         if "own" not in chunk.messages:
             starts = [shard.start for shard in chunk.shards]
             chunk.messages["own"] = Messages(chunk.shards, lambda part: part.codec, starts)
-        return peaks_of(chunk.messages["own"], source, self._world)
+        return chunk.messages["own"].own_peaks(source, self._world)
 
     def totals(self, mean: bool, state: State) -> tuple[Tensor, Tensor]:
         """What everybody decodes, and each layer's mark (255: not finite)."""

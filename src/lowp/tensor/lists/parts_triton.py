@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists.parts import COUNT, CUDA_ITEM, LANES, LAYER, PartsFunction, PartTable, Stream
-from lowp.tensor.lists.tracing import Program, Value
+from lowp.tensor.lists.tracing import Program, Value, usual_and_general
 from lowp.tensor.lists.triton import IMPORTS, TYPES, build, expression
 
 _STORED = {**TYPES, torch.bool: "tl.int8"}
 
 
 WARPS = 4
+# Numbers that a thread has of a vector, in all of its memory: 16 bytes of float32. Triton would have a thread read 16 bytes of
+# codes at a time, and then pass numbers from thread to thread through shared memory, or leave gaps between what threads read.
+_TOGETHER = 4
 
 
 class TritonPartsKernel:
@@ -150,8 +153,10 @@ class _TritonParts:
     def _place(self, s: Stream) -> str:
         if s.of == "part":
             return ""
-        lane = " + lane" if s.of == "lane" else ""
-        return f" + (tile * {s.stride} + {s.place}{lane})"
+        if s.of == "tile":
+            return f" + (tile * {s.stride} + {s.place})"
+        place = f"tile * {s.stride} + {s.place} + lane"
+        return f" + tl.max_contiguous({place}, [1, {_TOGETHER}])" if s.dtype.itemsize < 4 else f" + ({place})"
 
     def _mask(self, s: Stream) -> str:
         lane = " + lane" if s.of == "lane" and not s.padded else ""
@@ -201,13 +206,25 @@ class _TritonParts:
         """A sum; what is behind the end counts as zero."""
         return f"{name} = tl.where(tile * {self.what.tile} + {LANES * i} + lane < count, {name}, 0.0)"
 
+    def _results(self, program: Program, masked: bool) -> list[str]:
+        """Compute and store. Where there are shortcuts, and one element of the item must not take one: all again."""
+        ways = usual_and_general(program)
+        if ways is None:
+            return [*self._statements(program), *self._write(program.results, masked)]
+        usual, conditions, general = ways
+        return [
+            *self._statements(usual),
+            f"rare = tl.max(({' | '.join(value.name for value in conditions)}).to(tl.int32))",
+            "if rare == 0:",
+            *("    " + line for line in self._write(usual.results, masked)),
+            "else:",
+            *("    " + line for line in self._statements(general)),
+            *("    " + line for line in self._write(general.results, masked)),
+        ]
+
     def _body(self, masked: bool) -> list[str]:
         if self.finish is None:
-            return [
-                *self._read(self.each, masked),
-                *self._statements(self.each),
-                *self._write(self.each.results, masked),
-            ]
+            return [*self._read(self.each, masked), *self._results(self.each, masked)]
         sums = [v.name for v in self.finish.elements]
         more = [
             "for message in range(1, messages):",
@@ -221,6 +238,5 @@ class _TritonParts:
             *(f"{s} = {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
             *([] if self.one else more),
             *(self._inside(i, s) for i, s in enumerate(sums) if masked),
-            *self._statements(self.finish),
-            *self._write(self.finish.results, masked),
+            *self._results(self.finish, masked),
         ]

@@ -66,7 +66,7 @@ _OPERATIONS = {
     "logical_or": "or", "logical_not": "not", "__lshift__": "shl", "__rshift__": "shr", "bitwise_left_shift": "shl",
     "bitwise_right_shift": "shr", "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "where": "where",
     "clamp": "clamp", "maximum": "max", "minimum": "min", "round": "round", "floor": "floor", "_to_copy": "convert",
-    "amax": "amax", "index": "look_up",
+    "amax": "amax", "index": "look_up", "reciprocal": "reciprocal",
 }  # fmt: skip
 
 
@@ -96,17 +96,39 @@ _now = threading.local()  # `recorder`, where this thread is tracing
 
 
 def shortcut(
-    usual: Callable[[], Tensor], general: Callable[[], Tensor], unless: Callable[[], Tensor], numbers: Tensor
+    usual: Callable[[], Tensor],
+    general: Callable[[], Tensor],
+    unless: Callable[[], Tensor],
+    numbers: Tensor,
+    on_gpu: bool = False,
 ) -> Tensor:
     """`general()`, which may be replaced by `usual()` for elements for which `unless()` is false.
 
-    For a list's kernel on a CPU: it computes `usual`, and `general` only for vectors of elements of which one needs it. So the
-    condition should be rare. Elsewhere a branch would not pay, and `general` is computed alone.
+    A list's kernel on a CPU computes `usual`, and `general` only for vectors of elements of which one needs it. So the
+    condition should be rare. On a GPU `general` is computed alone, unless `on_gpu` says that a branch pays there: then all of
+    a program's elements take the general way where one of them needs it (parts_triton.py).
     """
     recorder = getattr(_now, "recorder", None)
-    if recorder is None or not in_vectors(numbers):
+    if recorder is None or in_vectors(numbers) == on_gpu:
         return general()
     return recorder.shortcut(unless(), usual(), general())
+
+
+def usual_and_general(program: Program) -> tuple[Program, tuple[Value, ...], Program] | None:
+    """Where there are shortcuts: the program that takes them all, their conditions, and the program that takes none."""
+    found = [s for s in program.statements if s.operation == "shortcut"]
+    if not found:
+        return None
+    conditions: tuple[Value, ...] = tuple(s.arguments[0] for s in found)
+
+    def taken(way: int, results: tuple[Value, ...]) -> Program:
+        statements = [
+            Statement("convert", s.result, (s.arguments[way],), s.operand) if s.operation == "shortcut" else s
+            for s in program.statements
+        ]
+        return Program(program.elements, program.numbers, program.scalars, _needed(statements, results), program.results)
+
+    return taken(1, (*program.results, *conditions)), conditions, taken(2, program.results)
 
 
 class _TracingMode(TorchDispatchMode):

@@ -19,7 +19,7 @@ IMPORTS = ("import triton", "import triton.language as tl", "from triton.languag
 TYPES = {
     torch.int8: "tl.int8", torch.int16: "tl.int16", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1",
     torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32", torch.float64: "tl.float64",
-    torch.uint8: "tl.uint8",
+    torch.uint8: "tl.uint8", torch.float8_e5m2: "tl.float8e5", torch.float8_e4m3fn: "tl.float8e4nv",
 }  # fmt: skip
 
 
@@ -75,6 +75,8 @@ def expression(s: Statement) -> str:
             return f"~{a[0]}"
         case "sqrt":
             return f"tl.sqrt_rn({a[0]})" if s.operand == torch.float32 else f"tl.sqrt({a[0]})"
+        case "reciprocal":  # not rounded correctly: to some 22 bits
+            return f"1.0 / {a[0]}"
         case "round":
             return f"libdevice.rint({a[0]})"
         case "floor":

@@ -16,13 +16,11 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat
 from lowp.formats.floats import FP32
-from lowp.wire import scaling
 from lowp.wire.link import ChunkLink, Pending
 from lowp.wire.messages import Messages
-from lowp.wire.plan import Chunk, Shard, constants
+from lowp.wire.plan import Chunk, Shard
 from lowp.wire.rules import Load, Rules, Stage
 from lowp.wire.scaled import scaled
-from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 
 def row_length(length: int) -> int:
@@ -113,7 +111,7 @@ class ChunkJob:
     def peaks(self) -> Tensor:
         """The header byte of each part, where the codec does not make its own: how large the rank's numbers are."""
         messages = self.messages(self._everything, Stage.ADDEND)
-        return peaks_of(messages, self.source, self.rules.world, self.rules.workspace)
+        return messages.own_peaks(self.source, self.rules.world, self.rules.workspace)
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -133,13 +131,8 @@ class ChunkJob:
 
     def write_own(self, messages: Messages, indices: Sequence[int], stage: Stage, out: Tensor) -> None:
         """This rank's own numbers in the messages of some shards, all at once."""
-        rules, peaks = self.rules, None
-        if messages.sends_peaks:
-            peaks = self.peaks
-            if len(indices) != len(self.chunk.shards):
-                own = [range(*self.chunk.first_parts[index : index + 2]) for index in indices]
-                peaks = peaks[constants(tuple(part for parts in own for part in parts), torch.int64, self.device)]
-        rules.encode(messages, self.source, out, stage, self.link.rank, rules.factors, peaks)
+        rules = self.rules
+        rules.encode(messages, self.source, out, stage, self.link.rank, rules.factors, peaks_of=rules.world)
         if rules.feedback is None:
             return
         lost = rules.workspace.scratch(self.chunk.size, torch.float32, self.device)
@@ -282,18 +275,6 @@ class ChunkJob:
         rules.end(total, shard)
         factors, divisor = self.unscale(messages, received.view(-1), len(received), received.shape[1])
         self.target.copy_(scaled(total.numbers, self.chunk, factors, divisor))
-
-
-def peaks_of(messages: Messages, source: Tensor, world: int, workspace: NewMemory = NEW_MEMORY) -> Tensor:
-    """The header byte of each part, where the codec does not make its own: how large the rank's numbers are. Int32."""
-    device, peaks = source.device, messages.no_peaks(source.device)
-    for group in messages.groups:
-        if group.codec.sends_peaks:
-            maxima = workspace.zeros((len(group.segments),), device)
-            group.measure(source, (True, False), maxima)
-            scaling.write_bounds(maxima, world, maxima)
-            peaks = maxima if len(messages.groups) == 1 else peaks.index_copy(0, group.indices(device), maxima)
-    return peaks
 
 
 Steps = Generator[list[Pending], None, Any]
