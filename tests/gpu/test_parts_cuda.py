@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "wire"))
-from test_part_kernels import MORE, WITH_KERNEL, check, check_fold, policy  # noqa: F401
+from test_part_kernels import MORE, WITH_KERNEL, check, check_fold, next_to_ties, policy  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
@@ -15,6 +15,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("format", "rounding", "scale"), WITH_KERNEL + MORE)
 def test_kernels_give_the_bytes_of_a_cpu(policy, format, rounding, scale):  # noqa: F811
     check(format, rounding, scale, device="cuda")
+
+
+def test_numbers_next_to_ties(policy):  # noqa: F811
+    """Quotients in float32 leave some of these in doubt: they take the exact way."""
+    check("nvfp4", "nearest", "local", device="cuda", numbers=next_to_ties)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
