@@ -102,10 +102,8 @@ class BlockProgram:
 
     @property
     def suits_about(self) -> bool:
-        """Are there `scale_about` and `code_about`?"""
-        fmt = self.fmt
-        plain = isinstance(fmt.element, FloatFormat) and fmt.element.has_negative_zero and self.element_grid.suits_addition
-        return plain and fmt.tensor_scale and self.saturate and self.nan == "any" and self._scale_grid.suits_addition
+        """Are there `scale_about` and `inverse_about`?"""
+        return self.fmt.tensor_scale and self.saturate and self.nan == "any" and self._scale_grid.suits_addition
 
     @cached_property
     def _scale_grid(self) -> grids.Grid:
@@ -120,11 +118,8 @@ class BlockProgram:
         code, unsure = grids.encode_about(quotient.view(torch.int32), self._scale_grid)
         return code.clamp(min=1), unsure
 
-    def code_about(self, x: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        """`code` from an `inverse_about`, and where that leaves it in doubt."""
-        return grids.encode_about((x * inverse).view(torch.int32), self.element_grid)
-
     def inverse_about(self, code: Tensor, tensor_scale: Tensor) -> Tensor:
+        """`inverse` in float32, with a relative error of less than 2^-21."""
         return torch.reciprocal(self.scale_value(code) * tensor_scale)
 
     def is_poisoned(self, largest: Tensor) -> Tensor:
@@ -235,11 +230,10 @@ class BlockProgram:
         """
         grid = grids.grid(self.fmt.element, F32, Rounding.NEAREST, False)  # type: ignore[arg-type]  # a grid
         number = grids.decode(code, grid, finite=self.nan == "any").view(torch.float32)
+        if self.nan == "any" and dtype == torch.float32:
+            return self.product(number, unit, tensor_scale)
         if tensor_scale is not None:
-            product = number * unit * tensor_scale
-            return product if self.nan == "any" else _canonical(product)
-        if self.nan == "any":
-            return self._product(number, unit, dtype)
+            return _canonical(number * unit * tensor_scale)
         target, value = CARRIERS[dtype], self._product(number, unit, dtype)
         nan = torch.full_like(code, target.nan)
         if self.fmt.element.has_nan and self.fmt.power_of_two_scale and dtype == torch.float32:
@@ -251,6 +245,10 @@ class BlockProgram:
             nan = torch.where(signed, nan | target.sign, nan)
         is_nan = (_bits(value) & target.magnitude) > target.infinity
         return _stored(torch.where(is_nan, nan, _bits(value)), target)
+
+    def product(self, number: Tensor, unit: Tensor, tensor_scale: Tensor | None = None) -> Tensor:
+        """`value` of elements that are known, in float32, where NaN does not matter."""
+        return self._product(number, unit, torch.float32) if tensor_scale is None else number * unit * tensor_scale
 
     def _product(self, number: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
         """Elements times their unit in `dtype`, rounded once."""

@@ -18,6 +18,7 @@ from lowp.tensor import grid as grids
 from lowp.tensor.block_programs import BlockProgram, block_program
 from lowp.tensor.carrier import F32
 from lowp.tensor.core import code_storage, decode_operation, encode_operation
+from lowp.tensor.lists import four_bits
 from lowp.tensor.lists.parts import LANES, LAYER, Stream
 from lowp.tensor.lists.tracing import shortcut
 from lowp.tensor.noise import KEY_SIZE
@@ -187,16 +188,17 @@ class Encoder:
             extra.append(numbers[int(self._whole)].to(torch.int8))
         if self._blocks is not None:
             largest = numbers[int(self._local)] if self._whole else None
-            codes, more = _block_codes(self._blocks, self._shape, x, largest, unit, near_one=self._local)
-            extra += more
-        else:
-            if self._shape.block:
-                x, headers = _scaled_blocks(codec, self._shape, x)
-                extra += headers
-            key: Any = [numbers[self._first_key + i] for i in range(KEY_SIZE)] if codec.stochastic else None
-            assert self._code is not None
-            codes = [self._code(number, key, tables) for number in x]
-        return [*_stored(codes, self._shape), *extra]
+            codes = len(_codes(self._shape))
+            stored = _stored_blocks(self._blocks, self._shape, x, largest, unit, near_one=self._local)
+            return [*stored[:codes], *extra, *stored[codes:]]
+        if self._shape.block:
+            x, headers = _scaled_blocks(codec, self._shape, x)
+            extra += headers
+        key: Any = [numbers[self._first_key + i] for i in range(KEY_SIZE)] if codec.stochastic else None
+        assert self._code is not None
+        if codec.rounding == "nearest" and four_bits.suits(self._shape.element, x[0]):
+            return [*(four_bits.to_bytes(*pair) for pair in _pairs(x)), *extra]
+        return [*_stored([self._code(number, key, tables) for number in x], self._shape), *extra]
 
 
 def _stored(codes: list[Tensor], shape: TileShape) -> list[Tensor]:
@@ -252,56 +254,73 @@ def _scaled_blocks(codec: Codec, shape: TileShape, x: list[Tensor]) -> tuple[lis
     return scaled, headers
 
 
-def _block_codes(
+def _stored_blocks(
     program: BlockProgram, shape: TileShape, x: list[Tensor], largest: Tensor | None, factor: Tensor | None, near_one: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Codes of a block format; the part's scale, where there is one, then the blocks'. `near_one`: is the part's scale?"""
-    extra, tensor_scale = [], None
+) -> list[Tensor]:
+    """What is stored of a block format: codes; the part's scale, where there is one; the blocks'. `near_one`: is the part's?"""
+    tensor_scale = None
     if largest is not None:
         most = largest.view(torch.float32)
         tensor_scale = program.tensor_scale(most if factor is None else most * factor)
-        extra.append(tensor_scale.view(torch.int32))
-    codes = []
-    for most, mine in _blocks_of(shape, x):
-        scale, own = _codes_of_block(program, most, mine, tensor_scale, near_one)
-        codes += own
-        extra.append(scale.to(torch.int8))
+    blocks = _blocks_of(shape, x)
+    if tensor_scale is None and four_bits.suits(shape.element, x[0]):
+        stored, scales = _four_bits(program, blocks)
+    elif tensor_scale is not None and near_one and program.suits_about and four_bits.suits(shape.element, x[0]):
+        stored, scales = _four_bits_about(program, shape, blocks, tensor_scale)
+    else:
+        stored, scales = _exact_blocks(program, shape, blocks, tensor_scale, near_one)
+    whole = [] if tensor_scale is None else [tensor_scale.view(torch.int32)]
+    return [*stored, *whole, *(scale.to(torch.int8) for scale in scales)]
+
+
+_Blocks = list[tuple[Tensor, list[Tensor]]]  # the largest magnitude of each, and its vectors
+_Stored = tuple[list[Tensor], list[Tensor]]  # codes as `_codes` has them, and the codes of the blocks' scales
+
+
+def _exact_blocks(
+    program: BlockProgram, shape: TileShape, blocks: _Blocks, tensor_scale: Tensor | None, near_one: bool
+) -> _Stored:
+    """Few elements are found by steps on a CPU. (On a GPU every thread would compute steps for few elements.)"""
+    fmt, codes, scales = program.fmt, [], []
+    by_steps = grids.in_vectors(blocks[0][0]) and block_steps.suits(fmt) and (near_one or not fmt.tensor_scale)
+    for most, x in blocks:
+        scale = program.scale(most, tensor_scale)
+        if by_steps:
+            whole = [] if tensor_scale is None else [tensor_scale]
+            steps = block_steps.steps(fmt, program.scale_value(scale), whole, torch.float32)
+            codes += [block_steps.code(program, number, steps) for number in x]
+        else:
+            inverse = program.inverse(scale, tensor_scale)
+            codes += [program.code(number, inverse) for number in x]
+        scales.append(scale)
     if not shape.packed:
         codes = [code.to(code_storage(shape.element)) for code in codes]
-    return codes, extra
+    return _stored(codes, shape), scales
 
 
-def _codes_of_block(
-    program: BlockProgram, most: Tensor, x: list[Tensor], tensor_scale: Tensor | None, near_one: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """The code of a block's scale, and those of its numbers.
+def _four_bits(program: BlockProgram, blocks: _Blocks) -> _Stored:
+    """e2m1fn with scales that are powers of two, on CUDA."""
+    scales = [program.scale(most) for most, _ in blocks]
+    x = [number * program.inverse(scale) for (_, mine), scale in zip(blocks, scales, strict=True) for number in mine]
+    return [four_bits.to_bytes(*pair) for pair in _pairs(x)], scales
 
-    On a CPU, few elements are found by steps. On a GPU every thread would compute steps for few elements: there, quotients are
-    found to some 20 bits, and where that is not enough, again in float64.
-    """
-    fmt, in_vectors = program.fmt, grids.in_vectors(x[0])
-    if in_vectors and block_steps.suits(fmt) and (near_one or not fmt.tensor_scale):
-        scale = program.scale(most, tensor_scale)
-        whole = [] if tensor_scale is None else [tensor_scale]
-        steps = block_steps.steps(fmt, program.scale_value(scale), whole, torch.float32)
-        return scale, [block_steps.code(program, number, steps) for number in x]
 
-    def exact() -> list[Tensor]:
-        scale = program.scale(most, tensor_scale)
-        inverse = program.inverse(scale, tensor_scale)
-        return [scale, *(program.code(number, inverse) for number in x)]
-
-    if in_vectors or tensor_scale is None or not (near_one and program.suits_about):
-        scale, *codes = exact()
-        return scale, codes
-    scale, unsure = program.scale_about(most, tensor_scale)
-    inverse = program.inverse_about(scale, tensor_scale)
-    about = [(scale, unsure), *(program.code_about(number, inverse) for number in x)]
-    found = [
-        shortcut(lambda code=code: code, lambda known=known: known, lambda doubt=doubt: doubt, most, on_gpu=True)
-        for (code, doubt), known in zip(about, exact(), strict=True)
+def _four_bits_about(program: BlockProgram, shape: TileShape, blocks: _Blocks, tensor_scale: Tensor) -> _Stored:
+    """e2m1fn with other scales, on CUDA: quotients with some 20 bits; where that leaves a code in doubt, exact ones."""
+    about = [program.scale_about(most, tensor_scale) for most, _ in blocks]
+    inverses = [program.inverse_about(scale, tensor_scale) for scale, _ in about]
+    x = [number * inverse for (_, mine), inverse in zip(blocks, inverses, strict=True) for number in mine]
+    found = [*((four_bits.to_bytes(*pair), four_bits.doubt(*pair)) for pair in _pairs(x)), *about]
+    stored, scales = _exact_blocks(program, shape, blocks, tensor_scale, near_one=True)
+    chosen = [
+        shortcut(lambda code=code: code, lambda known=known: known, lambda unsure=unsure: unsure, code, on_gpu=True)
+        for (code, unsure), known in zip(found, [*stored, *scales], strict=True)
     ]
-    return found[0], found[1:]
+    return chosen[: len(stored)], chosen[len(stored) :]
+
+
+def _pairs(vectors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(vectors[::2], vectors[1::2], strict=True))
 
 
 class Decoder:
@@ -331,28 +350,40 @@ class Decoder:
         rest = list(read[codes:])
         unit = scaling.units_of(rest.pop(0).to(torch.int32) & 0xFF) if self._local else None
         tensor_scale = rest.pop(0) if self._whole else None
-        vectors = _loaded(read[:codes], shape)
+        direct = four_bits.suits(shape.element, read[0])
+        if direct:
+            vectors = [number for byte in read[:codes] for number in four_bits.to_numbers(byte)]
+        else:
+            vectors = _loaded(read[:codes], shape)
         if self._blocks is not None:
-            found = self._numbers_of_blocks(vectors, [scale.to(torch.int32) & 0xFF for scale in rest], tensor_scale)
+            scales = [scale.to(torch.int32) & 0xFF for scale in rest]
+            found = self._numbers_of_blocks(vectors, scales, tensor_scale, direct)
         else:
             assert self._value is not None
-            found = [self._value(code, tables) for code in vectors]
+            found = vectors if direct else [self._value(code, tables) for code in vectors]
             if shape.block:
                 step = shape.block // LANES
                 units = [scaling.units_of(byte.to(torch.int32) & 0xFF) for byte in rest]
                 found = [number * units[v // step] for v, number in enumerate(found)]
         return found if unit is None else [number * unit for number in found]
 
-    def _numbers_of_blocks(self, vectors: list[Tensor], scales: list[Tensor], tensor_scale: Tensor | None) -> list[Tensor]:
+    def _numbers_of_blocks(
+        self, vectors: list[Tensor], scales: list[Tensor], tensor_scale: Tensor | None, direct: bool
+    ) -> list[Tensor]:
+        """`vectors` are codes, or (`direct`) the elements that they stand for."""
         program, step = self._blocks, self._shape.block // LANES
         assert program is not None
         if tensor_scale is not None and not program.exact_in_float32:
             units, tensor_scale = [program.unit(scale, tensor_scale) for scale in scales], None
         else:
             units = [program.scale_value(scale) if tensor_scale is not None else program.unit(scale) for scale in scales]
-        return [
-            program.value(code.to(torch.int32), units[v // step], tensor_scale=tensor_scale) for v, code in enumerate(vectors)
-        ]
+        found = []
+        for v, vector in enumerate(vectors):
+            if direct:
+                found.append(program.product(vector, units[v // step], tensor_scale))
+            else:
+                found.append(program.value(vector.to(torch.int32), units[v // step], tensor_scale=tensor_scale))
+        return found
 
 
 def _loaded(stored: Sequence[Tensor], shape: TileShape) -> list[Tensor]:

@@ -199,7 +199,12 @@ class _TritonParts:
         for i in range(self.what.maxima):
             lines.append(f"most = {values[i * each]}")
             lines += [f"most = tl.maximum(most, {value})" for value in values[i * each + 1 : (i + 1) * each]]
-            lines.append(f"tl.atomic_max(maxima + {i} * parts + part, tl.max(tl.max(most, axis=1), axis=0))")
+            lines += [
+                f"most = tl.max(tl.reshape(most, [{self.rows * LANES}], can_reorder=True))",
+                # Thousands of items have one address, which takes their atomics one after the other. Most are not needed.
+                f"found = maxima + {i} * parts + part",
+                'tl.atomic_max(found, most, mask=most > tl.load(found, volatile=True), sem="relaxed")',
+            ]
         return lines
 
     def _inside(self, i: int, name: str) -> str:

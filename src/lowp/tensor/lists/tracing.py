@@ -114,6 +114,14 @@ def shortcut(
     return recorder.shortcut(unless(), usual(), general())
 
 
+def record(operation: str, dtype: torch.dtype, *arguments: Tensor) -> Tensor:
+    """An operation of its own name, which the printer must know. For functions that are being traced."""
+    recorder = _now.recorder
+    result = torch.empty_like(arguments[0], dtype=dtype)
+    recorder.know_result(result, operation, arguments)
+    return result
+
+
 def usual_and_general(program: Program) -> tuple[Program, tuple[Value, ...], Program] | None:
     """Where there are shortcuts: the program that takes them all, their conditions, and the program that takes none."""
     found = [s for s in program.statements if s.operation == "shortcut"]
@@ -176,6 +184,9 @@ class _TracingMode(TorchDispatchMode):
         self._know(result, self._emit("shortcut", result, tuple(map(self._of, (condition, usual, general))), result.dtype))
         return result
 
+    def know_result(self, result: Tensor, operation: str, arguments: Sequence[Tensor]) -> None:
+        self._know(result, self._emit(operation, result, tuple(map(self._of, arguments)), arguments[0].dtype))
+
     def program(self, results: Sequence[Tensor]) -> Program:
         values = tuple(self._as_value(result) for result in results)
         statements = _needed(_short_roots(self._statements), values)
@@ -194,6 +205,8 @@ class _TracingMode(TorchDispatchMode):
         first = self._of(args[0]) if args and isinstance(args[0], Tensor) else None
         if name in _SAME:
             return first
+        if name == "empty_like.default":  # of `record`, which says what it is
+            return None
         if name in _FILLED:
             return _FILLED[name]
         if name in ("full_like.default", "full.default"):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowp.tensor.lists import four_bits
 from lowp.tensor.lists.tracing import COMPARE, INFIX, Element, Program, Statement, Value
 
 IMPORTS = ("import triton", "import triton.language as tl", "from triton.language.extra.cuda import libdevice", "", "")
@@ -40,6 +41,8 @@ def _argument(argument: Any, dtype: torch.dtype) -> str:
 
 
 def expression(s: Statement) -> str:
+    if s.operation in four_bits.OPERATIONS:
+        return four_bits.triton_expression(s)
     a = [None if x is None else _argument(x, s.operand) for x in s.arguments] if s.operation not in _OWN else []
     match s.operation:
         case "constant":
