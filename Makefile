@@ -19,6 +19,8 @@ $(RUNS): pyproject.toml constraints.txt
 
 $(READY): $(RUNS)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# Triton's interpreter runs kernels for CUDA in tests (tests/interpreter.py). It wants an older numpy: both in a folder of their own.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/triton triton==3.6.0 numpy==2.2.6
 	touch $(READY)
 
 demo: $(RUNS)

@@ -1,0 +1,120 @@
+"""Kernels over the parts of messages, printed for CUDA and run by Triton's interpreter: the bytes and numbers of the C++ ones.
+
+Left out are a chip's own conversions and assembly, which the interpreter does not have: tests/gpu/test_parts_cuda.py has these.
+"""
+
+import contextlib
+from unittest.mock import patch
+
+import torch
+from interpreter import needs_triton, run
+
+CASES = [
+    ("e5m2", "local"), ("e4m3fn", "none"), ("e2m1fn", "block:32"), ("mxfp8_e4m3", "local"), ("mxfp4", "local"),
+    ("nvfp4", "local"), ("nvfp4", "none"), ("posit8", "aps"),
+]  # fmt: skip
+SIZES = (37, 64, 1, 300, 5)
+ROWS = 8  # tiles of an item: few, so that there are several items
+
+
+@contextlib.contextmanager
+def as_for_cuda():
+    """What is traced is what would be traced on a GPU."""
+    from lowp.tensor import grid
+    from lowp.tensor.lists import tracing
+
+    def never(numbers):
+        return False
+
+    with (
+        patch.object(grid, "in_vectors", never),
+        patch.object(tracing, "in_vectors", never),
+        patch.object(grid, "floats_pay", lambda numbers: grid.becomes_kernel()),
+    ):
+        yield
+
+
+def interpret(function, source, target, table, numbers=None, of_layer=None, maxima=None, messages=1, message_stride=0):
+    """What `TritonPartsKernel` does, without a GPU."""
+    from lowp.tensor.lists import triton
+    from lowp.tensor.lists.parts_triton import _TritonParts
+
+    with as_for_cuda():
+        each, finish, tables = function.trace(torch.device("cpu"))
+    text = _TritonParts(function, each, finish, len(tables), ROWS, table.alignment, False, messages == 1).text()
+    records, nothing = table.records(function.tile, ROWS), torch.zeros(1, dtype=torch.int32)
+    given = [nothing if x is None else x for x in (numbers, nothing.float() if of_layer is None else of_layer)]
+    layers = 0 if of_layer is None else of_layer.shape[-1]
+    target = nothing if target is None else target
+    kernel = triton.build(text)[(records.shape[1],)]
+    kernel(
+        source.view(torch.uint8), target.view(torch.uint8), records, records.shape[1], table.parts, *given, layers,
+        nothing if maxima is None else maxima, messages, message_stride, *tables,
+    )  # fmt: skip
+
+
+def both(function, table, target, *arguments, maxima=None, **more):
+    """Run a function both ways into `target`, or for its maxima: the same bits must come out. Returns them."""
+    source, *rest = arguments
+    found = []
+    for way in (function.kernel(table), lambda *args, **named: interpret(function, *args, **named)):
+        out, most = (None if x is None else x.clone() for x in (target, maxima))
+        way(source, out, table, *rest, maxima=most, **more)
+        found.append(
+            out if most is None else most if out is None else torch.cat([out.view(torch.uint8), most.view(torch.uint8)])
+        )
+    assert torch.equal(*(each.view(torch.uint8) for each in found))
+    return found[0]
+
+
+def check(format, scale):
+    from test_part_kernels import numbers_of
+
+    from lowp.wire import part_kernels
+    from lowp.wire.codec import codec_of
+    from lowp.wire.messages import Messages
+    from lowp.wire.plan import Layer, chunks_of
+
+    codec = codec_of(format, "nearest", scale)
+    layers = tuple(Layer(str(i), size, codec, i) for i, size in enumerate(SIZES))
+    (chunk,) = chunks_of(layers, 1, (1 << 20, 1 << 20))
+    laid = Messages(chunk.shards, lambda part: part.codec, [0])
+    (group,) = laid.groups
+    cpu, parts = torch.device("cpu"), len(SIZES)
+    table, x, factors = group.table(cpu), numbers_of(sum(SIZES)), torch.tensor([1.0, 0.5, 2.0, 1.0, 4.0])
+    encode = part_kernels.encode_function(codec, torch.float32, known=not codec.sends_peaks)
+    known = torch.zeros(max(encode.numbers, 1), parts, dtype=torch.int32)
+    if any(codec.measures):
+        group.measure(x, codec.measures, known)
+    zeros = torch.zeros(parts, dtype=torch.int32)
+    empty = torch.zeros(laid.length, dtype=torch.uint8)
+    message = both(encode, table, empty, x, known, factors, maxima=zeros if encode.maxima else None)[: laid.length]
+    both(part_kernels.decode_function(codec, torch.float32), table, torch.zeros_like(x), message, None, factors)
+    stride = -(-laid.length // 16) * 16
+    rows = torch.zeros(2, stride, dtype=torch.uint8)
+    rows[:, : laid.length] = message
+    fold = part_kernels.fold_function(codec)
+    for messages in (1, 2):
+        known, more = (
+            torch.zeros(max(fold.numbers, 1), parts, dtype=torch.int32),
+            {"messages": messages, "message_stride": stride},
+        )
+        if any(codec.measures):
+            function = part_kernels.measure_sum_function(codec)
+            most = torch.zeros(sum(codec.measures), parts, dtype=torch.int32)
+            known[: sum(codec.measures)] = both(function, table, None, rows.view(-1), maxima=most, **more).view_as(most)
+        both(fold, table, empty, rows.view(-1), known, **more)
+
+
+@needs_triton
+def test_what_is_printed_for_cuda():
+    run(__file__)
+
+
+if __name__ == "__main__":
+    from lowp.tensor.kernels import set_kernel_policy
+
+    set_kernel_policy("always")
+    for case in CASES:
+        print(*case, flush=True)
+        check(*case)
