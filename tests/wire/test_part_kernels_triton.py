@@ -7,6 +7,7 @@ import contextlib
 from unittest.mock import patch
 
 import torch
+
 from interpreter import needs_triton, run
 
 CASES = [
