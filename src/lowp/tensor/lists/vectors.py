@@ -163,7 +163,7 @@ INLINE i16 float_to_half(f32 x) {
     i32 small = (i32)((f32)m + splat<f32>(0.5f)) - 0x3F000000;
     i32 r = m < 0x38800000 ? small : normal;
     r = m > 0x477FEFFF ? splat<i32>(0x7C00) : r;
-    r = m > 0x7F800000 ? (m >> 13 | 0x7E00) : r;
+    r = m > 0x7F800000 ? ((m >> 13 & 0x3FF) | 0x7E00) : r;
     return converted<i16>(i32(r | s));
 #endif
 }
