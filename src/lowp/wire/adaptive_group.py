@@ -42,6 +42,7 @@ class AdaptiveTable(NamedTuple):
     rows: int64 [items, 10], of items: the first number, how many there are, layer, part, first group; where the part's byte,
         the first group's byte and the region's planes are; 256 region + half of the log2 of the layer's size; the first number
         within the part.
+    stretches: the same of stretches of `BLOCK` groups of a part.
     blocks: int64 [blocks, 8], of stretches of `BLOCK` groups of a region: first group, groups from there on, region; the
         region's first block, its blocks; where the bytes of its groups end, where its planes begin, planes.
     """
@@ -51,30 +52,33 @@ class AdaptiveTable(NamedTuple):
     regions: Tensor
     items: Tensor
     rows: Tensor
+    stretches: Tensor
     blocks: Tensor
-
-    @staticmethod
-    def of(groups: int, parts: Tensor, regions: Tensor, items: Tensor) -> "AdaptiveTable":
-        part, first = items.to(torch.int64).unbind(1)
-        count, layer, start, region, group, size = parts[part].unbind(1)
-        begin, before, _, _, payload, first_part, first_group = regions[region].unbind(1)
-        left = (count - GROUP * first).clamp(max=GROUP * ITEM)
-        own = begin + part - first_part, begin + before + group + first - first_group, begin + payload
-        rows = (start + GROUP * first, left, layer, part, group + first, *own, region << 8 | size, GROUP * first)
-        begin, before, count, planes, payload, _, first_group = regions.unbind(1)
-        blocks = -(-count // BLOCK)
-        region = torch.repeat_interleave(torch.arange(len(regions)), blocks)
-        first_block = blocks.cumsum(0) - blocks
-        before_block = BLOCK * (torch.arange(len(region)) - first_block[region])
-        of_region = torch.stack([first_block, blocks, begin + before + count, begin + payload, planes], 1)[region]
-        own = first_group[region] + before_block, count[region] - before_block, region
-        return AdaptiveTable(
-            groups, parts, regions, items, torch.stack(rows, 1), torch.cat([torch.stack(own, 1), of_region], 1)
-        )
 
     def to(self, device: torch.device) -> "AdaptiveTable":
         groups, *tensors = self
         return AdaptiveTable(groups, *(tensor.to(device) for tensor in tensors))
+
+
+def _rows(parts: Tensor, regions: Tensor, items: Tensor, length: int) -> Tensor:
+    """`AdaptiveTable.rows` of items of `length` groups."""
+    part, first = items.to(torch.int64).unbind(1)
+    count, layer, start, region, group, size = parts[part].unbind(1)
+    begin, before, _, _, payload, first_part, first_group = regions[region].unbind(1)
+    left = (count - GROUP * first).clamp(max=GROUP * length)
+    places = begin + part - first_part, begin + before + group + first - first_group, begin + payload
+    columns = (start + GROUP * first, left, layer, part, group + first, *places, region << 8 | size, GROUP * first)
+    return torch.stack(columns, 1)
+
+
+def _blocks(regions: Tensor) -> Tensor:
+    """`AdaptiveTable.blocks`."""
+    begin, before, groups, planes, payload, _, first_group = regions.unbind(1)
+    count = -(-groups // BLOCK)
+    region, first_block = torch.repeat_interleave(torch.arange(len(regions)), count), count.cumsum(0) - count
+    of_regions = torch.stack([first_block, count, begin + before + groups, begin + payload, planes], 1)
+    first = BLOCK * (torch.arange(len(region)) - first_block[region])
+    return torch.cat([torch.stack([first_group[region] + first, groups[region] - first, region], 1), of_regions[region]], 1)
 
 
 class AdaptiveFunction(NamedTuple):
@@ -125,19 +129,23 @@ class AdaptiveGroup(CodecGroup):
 
     def adaptive_table(self, device: torch.device) -> AdaptiveTable:
         if device not in self._adaptive_tables:
-            parts, regions, items, groups = [], [], [], 0
+            parts, regions, items, stretches, groups = [], [], [], [], 0
             for number, region in enumerate(self.regions):
                 layout = region.layout
                 places = (layout.planes, layout.payload, len(parts), groups)
                 regions.append((region.begin, len(region.segments), layout.groups, *places))
                 for segment, count, size in zip(region.segments, layout.counts, layout.sizes, strict=True):
                     items += [(len(parts), first) for first in range(0, count, ITEM)]
+                    stretches += [(len(parts), first) for first in range(0, count, BLOCK)]
                     parts.append((segment.part.size, segment.part.layer, segment.start, number, groups, size))
                     groups += count
             of_parts = torch.tensor(parts, dtype=torch.int64).reshape(-1, 6)
             of_regions = torch.tensor(regions, dtype=torch.int64).reshape(-1, 7)
-            of_items = torch.tensor(items, dtype=torch.int32).reshape(-1, 2)
-            self._adaptive_tables[device] = AdaptiveTable.of(groups, of_parts, of_regions, of_items).to(device)
+            of_items, of_stretches = (torch.tensor(each, dtype=torch.int32).reshape(-1, 2) for each in (items, stretches))
+            rows = _rows(of_parts, of_regions, of_items, ITEM)
+            longer = _rows(of_parts, of_regions, of_stretches, BLOCK)
+            table = AdaptiveTable(groups, of_parts, of_regions, of_items, rows, longer, _blocks(of_regions))
+            self._adaptive_tables[device] = table.to(device)
         return self._adaptive_tables[device]
 
     @cached_property

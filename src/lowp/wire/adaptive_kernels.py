@@ -1,13 +1,14 @@
 """The kernels of adaptive messages (adaptive.py) for a GPU, in Triton. adaptive_triton.py builds and launches them.
 
-Numbers of `ITEM` groups are a block [64, ITEM], a column for each group. Memory is read and written along columns, 32 numbers
-side by side by the 32 threads of a warp. Everything else is done with a column in each thread, so that what concerns a group
-(its transform, its squares, its planes) needs no other thread. `halves` and `joined` bring that about: Triton gives neighbouring
-columns to neighbouring threads, and both halves of a split to the same thread. So a block goes through shared memory once:
-before its first split, or after its last join.
+Numbers of `ITEM` groups are a block [64, ITEM], a column for each group. Memory is read and written along columns: the 32
+threads of a warp have 32 numbers side by side. Everything else is done with a column in each thread, so that what concerns a
+group (its transform, its squares, its planes) needs no other thread. `halves` and `joined` bring that about: Triton gives both
+halves of a split to the same thread, and neighbouring columns to neighbouring threads. So a block goes through shared memory
+once: before its first split, or after its last join.
 
-Tables are looked up, and planes are read and written, with blocks of one dimension (`flat`): blocks of two Triton would move to
-where it expects reading to be fast. Multiplications and additions are not fused, and have the order of the plain operations.
+Tables are looked up, and planes are read and written, with blocks of one dimension (`flat`). For one of two dimensions Triton
+would choose which threads have what by its own rules, and move everything there and back. Multiplications and additions are
+not fused, and have the order of the plain operations.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,9 @@ NOT_FINITE = tl.constexpr(1 << 20)  # instead of a scale
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # of the bits of a float32
 FRACTION = tl.constexpr(0x7FFFFF)
 INFINITY = tl.constexpr(0x7F800000)
-ITEM_ROW = tl.constexpr(tables.ITEM_ROW)
+# Of a row of `AdaptiveTable.rows`.
+START, LEFT, LAYER, PART, FIRST_GROUP, PART_BYTE, GROUP_BYTE, PLANES, REGION, IN_PART = (tl.constexpr(i) for i in range(10))
+ITEM_ROW = tl.constexpr(10)
 
 
 def kernel(function: Callable[..., None]) -> Any:
@@ -132,10 +135,7 @@ def power_of_two(exponent):
 def numbers_of(numbers, left, factor):
     """The numbers of an item times `factor`; `left` are there, the others are zero."""
     at = tl.arange(0, GROUP)[:, None] + GROUP * tl.arange(0, ITEM)[None, :]
-    if left >= GROUP * ITEM:
-        x = tl.load(numbers + at)
-    else:
-        x = tl.load(numbers + at, mask=at < left, other=0.0)
+    x = tl.load(numbers + at) if left >= GROUP * ITEM else tl.load(numbers + at, mask=at < left, other=0.0)
     return x.to(tl.float32) * factor
 
 
@@ -143,15 +143,15 @@ def numbers_of(numbers, left, factor):
 def planes_of(message, row, place):
     """Addresses of the planes of groups, the last one first, and which of them the groups have: one dimension each."""
     plane = 7 - tl.arange(0, 8)[:, None]
-    first = (message + tl.load(row + 7)).to(tl.pointer_type(tl.int64))
+    first = (message + tl.load(row + PLANES)).to(tl.pointer_type(tl.int64))
     return flat(first + (place >> 4)[None, :] + plane), flat(plane < (place & 15)[None, :])
 
 
 @triton.jit
 def scales_said(message, row, g, there):
     """The part's byte, and s of groups, 0 for those that are zero."""
-    of_part = tl.load(message + tl.load(row + 5)).to(tl.int32)
-    byte = tl.load(message + tl.load(row + 6) + g, mask=there, other=0).to(tl.int32)
+    of_part = tl.load(message + tl.load(row + PART_BYTE)).to(tl.int32)
+    byte = tl.load(message + tl.load(row + GROUP_BYTE) + g, mask=there, other=0).to(tl.int32)
     return of_part, tl.where(byte > ZERO, byte - 255 + 4 * (of_part - BIAS), 0)
 
 
@@ -159,18 +159,18 @@ def scales_said(message, row, g, there):
 
 
 @kernel
-def find_scales(numbers, rows, factors, found, tops, STOCHASTIC: tl.constexpr):
+def find_scales(numbers, rows, factors, found, tops, stochastic: tl.constexpr):
     """s + LEVELS of each group, 0 for zeros. `tops` get the largest of each part, NOT_FINITE where something is not."""
     row = rows + ITEM_ROW * tl.program_id(0)
-    left = tl.load(row + 1).to(tl.int32)
-    factor = tl.load(factors + tl.load(row + 2))
-    if STOCHASTIC:
+    left = tl.load(row + LEFT).to(tl.int32)
+    factor = tl.load(factors + tl.load(row + LAYER))
+    if stochastic:
         factor = tl.where(is_minus(), factor * -1.0, factor)
-    a, b = halves(numbers_of(numbers + tl.load(row), left, factor))
+    a, b = halves(numbers_of(numbers + tl.load(row + START), left, factor))
     largest = largest_of(a, b)
     shift = tl.minimum(tl.maximum((largest >> 23) - 127, LOWEST), HIGHEST)
     unit = power_of_two(0 - shift)[None, :]
-    if STOCHASTIC:
+    if stochastic:
         a, b = halves(transformed(a * unit, b * unit))
         bits = largest_of(a, b)
         scale = 4 * shift + 4 * ((bits >> 23) - 127) - 12
@@ -185,28 +185,26 @@ def find_scales(numbers, rows, factors, found, tops, STOCHASTIC: tl.constexpr):
     scale = tl.where((largest > 0) & (scale >= 4 * LOWEST), scale + LEVELS, 0)
     scale = tl.where(largest >= INFINITY, NOT_FINITE, scale)
     g = tl.arange(0, ITEM)
-    tl.store(found + tl.load(row + 4) + g, scale, mask=GROUP * g < left)
-    tl.atomic_max(tops + tl.load(row + 3), tl.max(scale, axis=0), sem="relaxed")
+    tl.store(found + tl.load(row + FIRST_GROUP) + g, scale, mask=GROUP * g < left)
+    tl.atomic_max(tops + tl.load(row + PART), tl.max(scale, axis=0), sem="relaxed")
 
 
 @kernel
-def write_codes(numbers, rows, factors, places, out, encode_factors, curve, keys, all_parts, STOCHASTIC: tl.constexpr):
-    """The planes. `curve`: of each segment, 2^10 times the value at its beginning - what it rises by until there, as if it
-    began at 0, and what it rises by in a unit: 32 bits each. `keys`: of the noise of parts.
-    """
+def write_codes(numbers, rows, factors, places, out, encode_factors, curve, keys, all_parts, stochastic: tl.constexpr):
+    """The planes of groups. `curve`: two numbers of 32 bits for each segment, a and b of a + b * fine, 2^10 times its value."""
     row = rows + ITEM_ROW * tl.program_id(0)
-    left = tl.load(row + 1).to(tl.int32)
+    left = tl.load(row + LEFT).to(tl.int32)
     g = tl.arange(0, ITEM)
     there = GROUP * g < left
     _, scale = scales_said(out, row, g, there)
-    place = tl.load(places + tl.load(row + 4) + g, mask=there, other=0)
-    factor = tl.load(factors + tl.load(row + 2))
-    a, b = halves(numbers_of(numbers + tl.load(row), left, tl.where(is_minus(), factor * -1.0, factor)))
+    place = tl.load(places + tl.load(row + FIRST_GROUP) + g, mask=there, other=0)
+    factor = tl.load(factors + tl.load(row + LAYER))
+    a, b = halves(numbers_of(numbers + tl.load(row + START), left, tl.where(is_minus(), factor * -1.0, factor)))
     unit = power_of_two(0 - (scale >> 2))[None, :]
     x = transformed(a * unit, b * unit) * tl.load(encode_factors + (scale & 3))[None, :]
-    if STOCHASTIC:
-        part = tl.load(row + 3)
-        first = tl.load(keys + 5 * all_parts + part) + tl.load(row + 9).to(tl.int32)
+    if stochastic:
+        part = tl.load(row + PART)
+        first = tl.load(keys + 5 * all_parts + part) + tl.load(row + IN_PART).to(tl.int32)
         code = drawn(x, place & 15, first, keys + part, all_parts)
     else:
         fine = tl.minimum(tl.abs(x), 32767.0).to(tl.int32)
@@ -222,7 +220,7 @@ def write_codes(numbers, rows, factors, places, out, encode_factors, curve, keys
 
 @triton.jit
 def drawn(x, width, first, keys, all_parts):
-    """Numbers from -1 to 1 as codes of `width` bits, at the upper end of 8: each goes up or down at random (noise.py)."""
+    """Numbers from -1 to 1 as codes of `width` bits, at the upper end of 8: up or down at random (lowp/tensor/noise.py)."""
     most = ((1 << width) - 1).to(tl.float32)[None, :]
     place = tl.minimum(tl.maximum((x + 1.0) * (most * 0.5), 0.0), most)
     below = tl.floor(place)
@@ -242,7 +240,7 @@ def said(message, row, places, values, units, there):
     """The numbers of a message. `values`: of a code of w bits, at 2^w + code; `units`: at 4 w + the quarter of an octave."""
     g = tl.arange(0, ITEM)
     of_part, scale = scales_said(message, row, g, there)
-    place = tl.load(places + tl.load(row + 4) + g, mask=there, other=0)
+    place = tl.load(places + tl.load(row + FIRST_GROUP) + g, mask=there, other=0)
     width = place & 15
     address, has = planes_of(message, row, place)
     plane = tl.reshape(tl.load(address, mask=has, other=0), [8, ITEM])
@@ -261,18 +259,16 @@ def said(message, row, places, values, units, there):
 
 
 @kernel
-def add_numbers(
-    source, stride, messages, rows, factors, places, all_groups, out, values, units, divisor, ONE: tl.constexpr
-):
-    """The sums of what messages say, times factors, divided. `ONE` message needs no sums: half of the registers."""
+def add_numbers(source, stride, messages, rows, factors, places, all_groups, out, values, units, divisor, one: tl.constexpr):
+    """The sums of what messages say, times factors, divided. `one` message needs no sums: half of the registers."""
     row = rows + ITEM_ROW * tl.program_id(0)
-    left = tl.load(row + 1).to(tl.int32)
+    left = tl.load(row + LEFT).to(tl.int32)
     there = GROUP * tl.arange(0, ITEM) < left
-    if ONE:
+    if one:
         sums = said(source, row, places, values, units, there)
     else:
         sums = tl.full([GROUP, ITEM], -0.0, tl.float32)  # the first addend, -0.0 too, stays what it is
-        for number in range(0, messages):
+        for number in range(messages):
             sums += said(
                 source + number * tl.cast(stride, tl.int64),
                 row,
@@ -281,8 +277,11 @@ def add_numbers(
                 units,
                 there,
             )
-    sums *= tl.load(factors + tl.load(row + 2))
-    if divisor != 1:
-        sums = tl.div_rn(sums, tl.full([GROUP, ITEM], 0.0, tl.float32) + tl.cast(divisor, tl.float32))
+    sums *= tl.load(factors + tl.load(row + LAYER))
+    by = tl.cast(divisor, tl.float32)
+    if divisor & (divisor - 1) == 0:  # a power of two: to multiply by its inverse is as exact
+        sums *= (0x7F000000 - by.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    else:
+        sums = tl.div_rn(sums, tl.full([GROUP, ITEM], 0.0, tl.float32) + by)
     at = tl.arange(0, GROUP)[:, None] + GROUP * tl.arange(0, ITEM)[None, :]
-    tl.store(out + tl.load(row) + at, sums.to(out.dtype.element_ty), mask=at < left)
+    tl.store(out + tl.load(row + START) + at, sums.to(out.dtype.element_ty), mask=at < left)

@@ -31,8 +31,7 @@ LEVELS = 1024  # priorities are between +- this
 ITEM = 128  # groups that a thread on a CPU, or a program on a GPU, takes at once
 BINS = 2 * LEVELS
 BLOCK = 1024  # groups of a message whose places a program on a GPU finds
-# Numbers of a row of tables for a GPU: `AdaptiveTable.rows`, `.regions`, `.blocks`, and what is found out about each message.
-ITEM_ROW, REGION_ROW, BLOCK_ROW, LEVEL_ROW = 10, 7, 8, 3
+LEVEL_ROW = 3  # numbers that are found out about each message there
 _CPU = torch.device("cpu")  # whatever the default device is
 
 

@@ -62,12 +62,12 @@ class _Widths:
     def __init__(self, stochastic: bool, device: torch.device) -> None:
         examples = [_U8, 1, _I64, _I32, 1, _I32, 1, _I32]
         self._priorities = {
-            writes: Launch(adaptive_widths.find_priorities, examples, device, WRITES=writes) for writes in (False, True)
+            writes: Launch(adaptive_widths.find_priorities, examples, device, writes=writes) for writes in (False, True)
         }
         of_blocks = [_I64, _I32, 1, _I32, 1, _I32]
-        self._levels = Launch(adaptive_widths.find_levels, [_I64, _I32, _I32], device, warps=8, STOCHASTIC=stochastic)
-        self._sums = Launch(adaptive_widths.sum_blocks, of_blocks, device, STOCHASTIC=stochastic)
-        self._places = Launch(adaptive_widths.find_places, [*of_blocks, _U8, 1], device, STOCHASTIC=stochastic)
+        self._levels = Launch(adaptive_widths.find_levels, [_I64, _I32, _I32], device, warps=16, stochastic=stochastic)
+        self._sums = Launch(adaptive_widths.sum_blocks, of_blocks, device, stochastic=stochastic)
+        self._places = Launch(adaptive_widths.find_places, [*of_blocks, _U8, 1], device, stochastic=stochastic)
 
     def __call__(
         self,
@@ -85,8 +85,8 @@ class _Widths:
         levels = workspace.empty((messages * regions * tables.LEVEL_ROW,), _I32, device)
         sums = workspace.empty((messages * blocks,), _I32, device)
         self._priorities[tops is not None](
-            (len(table.rows), messages), source, stride, table.rows, places, table.groups, counts, regions,
-            places if tops is None else tops,
+            (len(table.stretches), messages), source, stride, table.stretches, places, table.groups, counts,
+            regions, places if tops is None else tops,
         )  # fmt: skip
         self._levels((regions, messages), table.regions, counts, levels)
         of_blocks = table.blocks, places, table.groups, levels, regions, sums
@@ -101,7 +101,7 @@ class TritonEncoder:
     """Numbers of a dtype to messages."""
 
     def __init__(self, dtype: torch.dtype, stochastic: bool, device: torch.device) -> None:
-        numbers, noted = [dtype, _I64, _F32, _I32], {"STOCHASTIC": stochastic}
+        numbers, noted = [dtype, _I64, _F32, _I32], {"stochastic": stochastic}
         self._scales = Launch(adaptive_kernels.find_scales, [*numbers, _I32], device, **noted)
         self._codes = Launch(adaptive_kernels.write_codes, [*numbers, _U8, _F32, _I64, _I32, 1], device, **noted)
         self._widths = _widths(stochastic, device)
@@ -132,7 +132,7 @@ class TritonDecoder:
 
     def __init__(self, dtype: torch.dtype, stochastic: bool, device: torch.device) -> None:
         examples = [_U8, 1, 1, _I64, _F32, _I32, 1, dtype, _I16, _F32, 1]
-        self._numbers = {one: Launch(adaptive_kernels.add_numbers, examples, device, ONE=one) for one in (False, True)}
+        self._numbers = {one: Launch(adaptive_kernels.add_numbers, examples, device, one=one) for one in (False, True)}
         self._widths = _widths(stochastic, device)
         self._values, self._units = value_heap(stochastic, device), tables.decode_units(stochastic).to(device)
 
