@@ -46,46 +46,59 @@ def numbers(kind, dtype, seed, count):
     return (x if dtype == torch.float32 else x.clamp(-6e4, 6e4)).to(dtype)
 
 
+def laid_out(rounding, bits, shards, sizes, rank=0):
+    """The group of a bucket's messages, their length, how many numbers they have, and the keys of their noise."""
+    from lowp.tensor.noise import KEY_SIZE
+    from lowp.wire.codec import codec_of
+    from lowp.wire.messages import Messages
+    from lowp.wire.plan import Layer, chunks_of
+
+    codec = codec_of(f"adaptive:{bits}", rounding)
+    layers = tuple(Layer(str(i), size, codec, i) for i, size in enumerate(sizes))
+    (chunk,) = chunks_of(layers, shards, (1 << 28, 1 << 28))
+    messages = Messages(chunk.shards, lambda part: part.codec, [shard.start for shard in chunk.shards])
+    (group,) = messages.groups
+    keys = None
+    if codec.stochastic:
+        keys = torch.empty((KEY_SIZE, len(group.segments)), dtype=torch.int32)
+        group.write_keys(noises(rank), keys)
+    return group, messages.length, chunk.size, keys
+
+
+def noises(rank):
+    from lowp.tensor.noise import Domain
+    from lowp.wire.codec_group import PartNoise
+
+    return PartNoise(Domain.WIRE, 7, 1, 0, 0, rank)
+
+
 def check(rounding, bits, dtype, shards, messages, divisor, kind, sizes, device="cpu"):
     """Encode and decode by plain operations on a CPU and by kernels on `device`."""
     from lowp.tensor.kernels import set_kernel_policy
-    from lowp.tensor.noise import KEY_SIZE, Domain
     from lowp.wire.adaptive_triton import TritonDecoder, TritonEncoder
-    from lowp.wire.codec import codec_of
-    from lowp.wire.codec_group import PartNoise
-    from lowp.wire.messages import Messages
-    from lowp.wire.plan import Layer, chunks_of
     from lowp.wire.workspace import NEW_MEMORY, Workspace
 
     set_kernel_policy("never")
-    codec = codec_of(f"adaptive:{bits}", rounding)
-    layers = tuple(Layer(str(i), size, codec, i) for i, size in enumerate(sizes))
-    (chunk,) = chunks_of(layers, shards, (1 << 20, 1 << 20))
-    laid = Messages(chunk.shards, lambda part: part.codec, [shard.start for shard in chunk.shards])
-    (group,) = laid.groups
-    device = torch.device(device)
-    table, stochastic = group.adaptive_table(device), rounding == "stochastic"
+    device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    group, length, count, _ = laid_out(rounding, bits, shards, sizes)
+    table, stochastic, workspace = group.adaptive_table(device), rounding == "stochastic", Workspace()
     factors = torch.tensor([2.0**-i if i % 2 else 1.7 for i in range(len(sizes))])
-    plain, found = (torch.full((messages, laid.length), 99, dtype=torch.uint8) for _ in range(2))
-    found = found.to(device)
-    encoder, workspace = TritonEncoder(dtype, stochastic, device), Workspace()
+    plain = torch.full((messages, length), 99, dtype=torch.uint8)
+    found = plain.to(device, copy=True)
+    encoder = TritonEncoder(dtype, stochastic, device)
     for rank in range(messages):
-        x, noises = numbers(kind, dtype, rank, chunk.size), PartNoise(Domain.WIRE, 7, 1, 0, 0, rank)
-        group.encode(x, plain[rank], factors, noises, NEW_MEMORY)
-        keys = None
-        if stochastic:
-            keys = torch.empty((KEY_SIZE, len(group.segments)), dtype=torch.int32)
-            group.write_keys(noises, keys)
-            keys = keys.to(device)
+        x, keys = numbers(kind, dtype, rank, count), laid_out(rounding, bits, shards, sizes, rank)[3]
+        group.encode(x, plain[rank], factors, noises(rank), NEW_MEMORY)
+        keys = None if keys is None else keys.to(device)
         encoder(x.to(device), found[rank], table, factors.to(device), keys, workspace.begin())
     assert torch.equal(plain, found.cpu())
     # The interpreter does not round to bfloat16, it truncates.
     for out_dtype in {dtype, torch.float32} - ({torch.bfloat16} if device.type == "cpu" else set()):
-        sums, others = (torch.full((chunk.size,), 5.0, dtype=out_dtype) for _ in range(2))
-        others = others.to(device)
-        group.decode(plain.view(-1), sums, factors, divisor, messages, laid.length, NEW_MEMORY)
+        sums = torch.full((count,), 5.0, dtype=out_dtype)
+        others = sums.to(device, copy=True)
+        group.decode(plain.view(-1), sums, factors, divisor, messages, length, NEW_MEMORY)
         decoder = TritonDecoder(out_dtype, stochastic, device)
-        decoder(found.view(-1), others, table, factors.to(device), divisor, messages, laid.length, workspace.begin())
+        decoder(found.view(-1), others, table, factors.to(device), divisor, messages, length, workspace.begin())
         others, bits_of = others.cpu(), torch.int32 if out_dtype == torch.float32 else torch.int16
         same = sums.view(bits_of) == others.view(bits_of)
         assert bool((same | (sums.isnan() & others.isnan())).all())
@@ -103,7 +116,8 @@ class Interpreted:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_kernels_are_the_plain_operations():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
