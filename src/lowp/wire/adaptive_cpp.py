@@ -21,6 +21,7 @@ from lowp.wire import adaptive_tables as tables
 
 if TYPE_CHECKING:
     from lowp.wire.adaptive_group import AdaptiveTable
+    from lowp.wire.workspace import NewMemory
 
 _DTYPES = {torch.float32: ("float", "x", "x"), torch.bfloat16: ("int16_t", "bfloat_to_float(x)", "float_to_bfloat(x)"),
            torch.float16: ("int16_t", "half_to_float(x)", "float_to_half(x)")}  # fmt: skip
@@ -453,10 +454,11 @@ class CppEncoder:
         numbers: Tensor,
         out: Tensor,
         table: "AdaptiveTable",
-        scratch: Tensor,
         factors: Tensor,
         keys: Tensor | None,
+        workspace: "NewMemory",
     ) -> None:
+        scratch = workspace.scratch(table.groups, torch.int32, numbers.device)
         assert keys is None or keys.shape == (KEY_SIZE, len(table.parts))
         self._run(
             numbers.data_ptr(), out.data_ptr(), table.parts.data_ptr(), table.regions.data_ptr(), len(table.regions),
@@ -476,12 +478,13 @@ class CppDecoder:
         source: Tensor,
         out: Tensor,
         table: "AdaptiveTable",
-        scratch: Tensor,
         factors: Tensor,
         divisor: int,
         messages: int,
         stride: int,
+        workspace: "NewMemory",
     ) -> None:
+        scratch = workspace.scratch(messages * table.groups, torch.int32, out.device)
         self._run(
             source.data_ptr(), out.data_ptr(), table.parts.data_ptr(), table.regions.data_ptr(), len(table.regions),
             table.items.data_ptr(), len(table.items), scratch.data_ptr(), factors.data_ptr(),

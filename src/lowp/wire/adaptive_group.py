@@ -12,7 +12,7 @@ from lowp.tensor.lists.parts import PartsFunction
 from lowp.tensor.noise import KEY_SIZE
 from lowp.wire import adaptive
 from lowp.wire.adaptive import AdaptiveLayout
-from lowp.wire.adaptive_tables import ITEM, LEVELS
+from lowp.wire.adaptive_tables import BLOCK, GROUP, ITEM
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.workspace import NewMemory
 
@@ -32,25 +32,53 @@ class AdaptiveRegion(NamedTuple):
 class AdaptiveTable(NamedTuple):
     """Where everything lies, for kernels.
 
+    groups: how many there are.
     parts: int64 [parts, 6]: numbers, layer, the first number, region, first group, half of the log2 of the layer's size.
     regions: int64 [regions, 7]: first byte, parts, groups, planes, where planes begin, first part, first group.
     items: int32 [items, 2]: stretches of `ITEM` groups: part, first group within it.
-    owners: int32 [groups]: the part of each group.
+
+    Kernels on a GPU have all that a program must know in one row. Places of bytes are counted from the beginning of `out`.
+
+    rows: int64 [items, 10], of items: the first number, how many there are, layer, part, first group; where the part's byte,
+        the first group's byte and the region's planes are; 256 region + half of the log2 of the layer's size; the first number
+        within the part.
+    stretches: the same of stretches of `BLOCK` groups of a part.
+    blocks: int64 [blocks, 8], of stretches of `BLOCK` groups of a region: first group, groups from there on, region; the
+        region's first block, its blocks; where the bytes of its groups end, where its planes begin, planes.
     """
 
+    groups: int
     parts: Tensor
     regions: Tensor
     items: Tensor
-    owners: Tensor
+    rows: Tensor
+    stretches: Tensor
+    blocks: Tensor
 
-    @property
-    def groups(self) -> int:
-        return len(self.owners)
+    def to(self, device: torch.device) -> "AdaptiveTable":
+        groups, *tensors = self
+        return AdaptiveTable(groups, *(tensor.to(device) for tensor in tensors))
 
-    def room(self, messages: int) -> int:
-        """For a number of each group, and (of Triton's kernels) a histogram of each region."""
-        on_gpu = self.owners.device.type == "cuda"
-        return messages * (self.groups + (2 * LEVELS * len(self.regions) if on_gpu else 0))
+
+def _rows(parts: Tensor, regions: Tensor, items: Tensor, length: int) -> Tensor:
+    """`AdaptiveTable.rows` of items of `length` groups."""
+    part, first = items.to(torch.int64).unbind(1)
+    count, layer, start, region, group, size = parts[part].unbind(1)
+    begin, before, _, _, payload, first_part, first_group = regions[region].unbind(1)
+    left = (count - GROUP * first).clamp(max=GROUP * length)
+    places = begin + part - first_part, begin + before + group + first - first_group, begin + payload
+    columns = (start + GROUP * first, left, layer, part, group + first, *places, region << 8 | size, GROUP * first)
+    return torch.stack(columns, 1)
+
+
+def _blocks(regions: Tensor) -> Tensor:
+    """`AdaptiveTable.blocks`."""
+    begin, before, groups, planes, payload, _, first_group = regions.unbind(1)
+    count = -(-groups // BLOCK)
+    region, first_block = torch.repeat_interleave(torch.arange(len(regions)), count), count.cumsum(0) - count
+    of_regions = torch.stack([first_block, count, begin + before + groups, begin + payload, planes], 1)
+    first = BLOCK * (torch.arange(len(region)) - first_block[region])
+    return torch.cat([torch.stack([first_group[region] + first, groups[region] - first, region], 1), of_regions[region]], 1)
 
 
 class AdaptiveFunction(NamedTuple):
@@ -101,21 +129,23 @@ class AdaptiveGroup(CodecGroup):
 
     def adaptive_table(self, device: torch.device) -> AdaptiveTable:
         if device not in self._adaptive_tables:
-            parts, regions, items, owners = [], [], [], []
+            parts, regions, items, stretches, groups = [], [], [], [], 0
             for number, region in enumerate(self.regions):
                 layout = region.layout
-                places = (layout.planes, layout.payload, len(parts), len(owners))
+                places = (layout.planes, layout.payload, len(parts), groups)
                 regions.append((region.begin, len(region.segments), layout.groups, *places))
                 for segment, count, size in zip(region.segments, layout.counts, layout.sizes, strict=True):
                     items += [(len(parts), first) for first in range(0, count, ITEM)]
-                    parts.append((segment.part.size, segment.part.layer, segment.start, number, len(owners), size))
-                    owners += [len(parts) - 1] * count
-            self._adaptive_tables[device] = AdaptiveTable(
-                torch.tensor(parts, dtype=torch.int64).to(device),
-                torch.tensor(regions, dtype=torch.int64).to(device),
-                torch.tensor(items, dtype=torch.int32).reshape(-1, 2).to(device),
-                torch.tensor(owners, dtype=torch.int32).to(device),
-            )
+                    stretches += [(len(parts), first) for first in range(0, count, BLOCK)]
+                    parts.append((segment.part.size, segment.part.layer, segment.start, number, groups, size))
+                    groups += count
+            of_parts = torch.tensor(parts, dtype=torch.int64).reshape(-1, 6)
+            of_regions = torch.tensor(regions, dtype=torch.int64).reshape(-1, 7)
+            of_items, of_stretches = (torch.tensor(each, dtype=torch.int32).reshape(-1, 2) for each in (items, stretches))
+            rows = _rows(of_parts, of_regions, of_items, ITEM)
+            longer = _rows(of_parts, of_regions, of_stretches, BLOCK)
+            table = AdaptiveTable(groups, of_parts, of_regions, of_items, rows, longer, _blocks(of_regions))
+            self._adaptive_tables[device] = table.to(device)
         return self._adaptive_tables[device]
 
     @cached_property
@@ -139,13 +169,12 @@ class AdaptiveGroup(CodecGroup):
         if kernel is None:
             self._encode_plainly(numbers, out, factors, noises)
             return
-        table, keys = self.adaptive_table(device), None
-        scratch = workspace.zeros((table.room(1) + len(table.parts),), device)
+        keys = None
         if self.codec.stochastic:
             assert noises is not None
             keys = workspace.empty((KEY_SIZE, len(self.segments)), torch.int32, device)
             self.write_keys(noises, keys)
-        kernel(numbers, out, table, scratch, factors, keys)
+        kernel(numbers, out, self.adaptive_table(device), factors, keys, workspace)
 
     def _encode_plainly(self, numbers: Tensor, out: Tensor, factors: Tensor, noises: Noises | None) -> None:
         for region in self.regions:
@@ -172,9 +201,7 @@ class AdaptiveGroup(CodecGroup):
         device = out.device
         kernel = self._kernel("decode", out.dtype, device)
         if kernel is not None:
-            table = self.adaptive_table(device)
-            scratch = workspace.empty((table.room(messages),), torch.int32, device)
-            kernel(source, out, table, scratch, factors, divisor, messages, stride)
+            kernel(source, out, self.adaptive_table(device), factors, divisor, messages, stride, workspace)
             return
         for region in self.regions:
             sums = self._read(source, region, device)

@@ -1,6 +1,7 @@
 """Numbers that define adaptive messages (adaptive.py): for its plain operations and for its kernels alike."""
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 
@@ -28,6 +29,9 @@ _SPREAD = 1.62
 F32_MAX = torch.finfo(torch.float32).max
 LEVELS = 1024  # priorities are between +- this
 ITEM = 128  # groups that a thread on a CPU, or a program on a GPU, takes at once
+BINS = 2 * LEVELS
+BLOCK = 1024  # groups of a message whose places a program on a GPU finds
+LEVEL_ROW = 3  # numbers that are found out about each message there
 _CPU = torch.device("cpu")  # whatever the default device is
 
 
@@ -72,6 +76,11 @@ def values(stochastic: bool) -> Tensor:
 def quarters(sign: int) -> list[float]:
     """2^(sign j/4) for j = 0 to 3."""
     return [2.0 ** (sign * j / 4) for j in range(4)]
+
+
+def fractions(numbers: Iterable[float]) -> tuple[int, ...]:
+    """The fraction bits of float32 numbers."""
+    return tuple(torch.tensor(list(numbers), dtype=torch.float32, device=_CPU).view(torch.int32).bitwise_and(0x7FFFFF).tolist())
 
 
 @lru_cache(maxsize=2)
