@@ -3,15 +3,11 @@
 The interpreter must be chosen before Triton is imported. So this file is also a program, which the test runs.
 """
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
 import torch
+
+from interpreter import needs_triton, run
 
 SMALL, LONG = (1, 63, 64, 65, 0, 1100), (130, 20_000)
 # rounding, bits, dtype, shards, messages, divisor, what is special about the numbers, sizes of layers
@@ -114,12 +110,9 @@ class Interpreted:
         self._kernel[grid](*arguments, **self._constants)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_triton_kernels_are_the_plain_operations():
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(__file__)
 
 
 if __name__ == "__main__":
