@@ -46,7 +46,7 @@ else
 test-gpu: PYTEST = $(BIN)/pytest
 test-gpu: setup
 endif
-	PYTHONPATH=src $(PYTEST) -m gpu -n $(GPU_WORKERS) --dist worksteal
+	PYTHONPATH=src $(PYTEST) -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
