@@ -1,7 +1,7 @@
 """Accuracy against bits on the wire: whole trainings with gradients in few bits beside the same ones in float32.
 
     python -m benchmarks bits --data DIR                             Fashion-MNIST and a GPT on characters, on the CPU
-    python -m benchmarks bits --data DIR --device cuda               DavidNet on CIFAR-10 (recipe davidnet-512), on a GPU
+    python -m benchmarks bits --data DIR --device cuda --jobs 8      DavidNet on CIFAR-10 (recipe davidnet-512), on a GPU
     python -m benchmarks bits --data DIR --tasks gpt --wires adaptive:3.5 "e2m1fn block:16" "adaptive:2 feedback"
     python -m benchmarks bits --quick                                a tiny model, two wires: does it run?
 
@@ -25,13 +25,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fashion import verdict
 from benchmarks.harness import RESULTS, facts_of, file_stem, heading, interval, machine_name, table, write
+from benchmarks.links.mps import mps
 from benchmarks.papers import train
 
 from lowp.cli.format_plot import COLOURS, empty_figure, label, save
@@ -271,6 +275,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--data", type=Path, help="where the data sets lie; default as for lowp train")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--mps", action="store_true", help="on a GPU, runs at once under NVIDIA's Multi-Process Service")
     parser.add_argument("--again", action="store_true", help="make the runs of these wires again")
     parser.add_argument("--quick", action="store_true", help="tiny models, one seed; the figures mean nothing")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -293,18 +299,27 @@ def measure(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     for name in options.tasks:
         prepare(name, options)
-    for seed, name, wire in product(range(options.seeds), options.tasks, options.wires):
-        if any((row["wire"], row["seed"]) == (wire, seed) for row in runs_of(name, options)):
-            continue
-        row = trained(name, wire, seed, options)
+    known = {(name, row["wire"], row["seed"]) for name in options.tasks for row in runs_of(name, options)}
+    asked = [(name, wire, seed) for seed, name, wire in product(range(options.seeds), options.tasks, options.wires)]
+    for row in rows_of([run for run in asked if run not in known], options):
+        name = row["task"]
         store(name, [*runs_of(name, options), row], options)
         figures = row["diverged"] or f"accuracy {row['accuracy']:.4f}, loss {row['loss']:.4f}, {row['bits']:.2f} bits"
-        print(f"{time.perf_counter() - began:6.0f} s  {name}, {wire}, seed {seed}: {figures}", flush=True)
+        print(f"{time.perf_counter() - began:6.0f} s  {name}, {row['wire']}, seed {row['seed']}: {figures}", flush=True)
     for name in options.tasks:
         print("\n".join(store(name, runs_of(name, options), options)))
         print(f"\nwritten: {path_of(name, options)}, {path_of(name, options, '.md')}\n")
     draw({name: rows for name in TASKS if (rows := runs_of(name, options))}, picture := path_of("", options, ".png"))
     print(f"drawn: {picture}")
+
+
+def rows_of(runs: Sequence[tuple[str, str, int]], options: argparse.Namespace) -> Iterator[Row]:
+    """What came of runs, one after the other, or `--jobs` at once: processes that share the GPU, or the cores."""
+    if options.jobs == 1:
+        yield from (trained(*run, options) for run in runs)
+        return
+    with mps() if options.mps else nullcontext(), ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        yield from (done.result() for done in as_completed([pool.submit(trained, *run, options) for run in runs]))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@
     fsdp         2 ranks: GPT-2 under FSDP2, with and without rounded gathers and reductions
 
 Ranks are processes that share the GPU and talk through sockets on the loopback interface, as machines do through a network.
+Processes take turns on a GPU. With --mps (links/mps.py) their kernels run at the same time, as those of ranks with a GPU each.
 Contenders take turns; figures are medians over rounds, and a ratio is taken within a round. With --out or the variable OUT,
 results go there, and else to benchmarks/results.
 """
@@ -21,6 +22,7 @@ import os
 import re
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from benchmarks.links.contenders import AUTO, BASE, COLLECTIVES, NEEDS_NODES
 from benchmarks.links.contenders import HALF as HALF_COLLECTIVE
 from benchmarks.links.model_steps import CONTENDERS, FSDP, HALF, PLAIN
 from benchmarks.links.models import MODELS
+from benchmarks.links.mps import mps
 from benchmarks.links.namespaces import HERE, LOOPBACK, Topology
 from benchmarks.links.processes import RanksFailedError, end_on_sigterm, run_ranks
 
@@ -85,7 +88,7 @@ def measure(options: argparse.Namespace) -> tuple[Rows, dict[str, str]]:
 
 
 def report(rows: Rows, failures: dict[str, str], options: argparse.Namespace) -> tuple[list[str], list[Path]]:
-    facts = facts_of("cpu" if options.smoke else "cuda")
+    facts = facts_of("cpu" if options.smoke else "cuda") | {"mps": "yes" if options.mps else "no"}
     lines = heading("the wire on a GPU", facts)
     for part, ranks, what in dict.fromkeys((row["part"], row["ranks"], row.get("model", "")) for row in rows):
         own = [row for row in rows if (row["part"], row["ranks"], row.get("model", "")) == (part, ranks, what)]
@@ -171,6 +174,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="REGEX", help="contenders whose name matches")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one start of ranks")
     parser.add_argument("--quick", action="store_true", help="fewer parts, ranks and rounds")
+    parser.add_argument("--mps", action="store_true", help="with NVIDIA's Multi-Process Service; for parts of several ranks")
     parser.add_argument("--smoke", action="store_true", help="tiny, gloo on the CPU; the figures mean nothing")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS))
     options = parser.parse_args()
@@ -183,7 +187,8 @@ def main() -> None:
     elif not torch.cuda.is_available():
         parser.exit(2, "this benchmark is for a GPU; --smoke shows on a CPU that it runs\n")
     end_on_sigterm()
-    rows, failures = measure(options)
+    with mps() if options.mps else nullcontext():
+        rows, failures = measure(options)
     lines, paths = report(rows, failures, options)
     print("\n".join(lines))
     print(f"\nwritten: {', '.join(map(str, paths))}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists.parts import COUNT, CUDA_ITEM, LANES, LAYER, PartsFunction, PartTable, Stream
-from lowp.tensor.lists.tracing import Program, Value, usual_and_general
+from lowp.tensor.lists.tracing import Program, Value, has_shortcuts, usual_and_general
 from lowp.tensor.lists.triton import IMPORTS, TYPES, build, expression
 
 _STORED = {**TYPES, torch.bool: "tl.int8"}
@@ -23,6 +23,15 @@ WARPS = 4
 _TOGETHER = 4
 
 
+_REGISTERS = 64  # of a thread: 8 programs at once on each processor
+
+
+def _item(what: PartsFunction, program: Program) -> int:
+    """Elements of a program. Twice as many where much is computed for each, or where items share an address (measured)."""
+    packed = any(stream.padded for stream in (*what.loads, *what.stores)) and not has_shortcuts(program)
+    return 2 * CUDA_ITEM if packed or (what.maxima and not what.stores) else CUDA_ITEM
+
+
 class TritonPartsKernel:
     """Compiled for what is known of the addresses (`warmup`), and launched with addresses.
 
@@ -32,7 +41,7 @@ class TritonPartsKernel:
     def __init__(self, what: PartsFunction, device: torch.device) -> None:
         self._what, self._device = what, device
         self._each, self._finish, self._tables = what.trace(device)
-        self._rows = max(1, CUDA_ITEM // what.tile)
+        self._rows = max(1, _item(what, self._finish or self._each) // what.tile)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
         self._compiled: dict[tuple[int, bool, bool], Any] = {}
         self._addresses = [table.data_ptr() for table in self._tables]
@@ -49,8 +58,10 @@ class TritonPartsKernel:
             ).text()
             kinds = [torch.uint8, torch.uint8, torch.int64, 1, 1, torch.int32, torch.float32, 1, torch.int32, 1, 1]
             examples = [*kinds, *(table.dtype for table in self._tables)]
+            # The second way of a shortcut would take more registers than the usual one can spare: it may use memory.
+            limit = {"maxnreg": _REGISTERS} if has_shortcuts(self._finish or self._each) else {}
             with torch.cuda.device(self._device):
-                found = build(text).warmup(*examples, grid=(1,), num_warps=WARPS, enable_fp_fusion=False)
+                found = build(text).warmup(*examples, grid=(1,), num_warps=WARPS, enable_fp_fusion=False, **limit)
             self._compiled[alignment, aligned, one] = found
         return found
 
@@ -125,6 +136,9 @@ class _TritonParts:
             f"    layer = tl.load(records + {2 + LAYER} * items + item)",
             *self._pointers(),
             *self._numbers(),
+            # Thousands of items have one address, which takes their atomics one after the other. Most of these are not needed,
+            # as what was found before shows. It is read at once, so that nothing waits for it.
+            *(f"    known{i} = tl.load(maxima + {i} * parts + part)" for i in range(self.what.maxima)),
             f"    stride = tl.multiple_of(tl.cast(message_stride, tl.int64), {min(8, self.alignment)})",
             f"    tile = begin + tl.arange(0, {rows})[:, None]",
             f"    lane = tl.arange(0, {LANES})[None, :]",
@@ -201,9 +215,7 @@ class _TritonParts:
             lines += [f"most = tl.maximum(most, {value})" for value in values[i * each + 1 : (i + 1) * each]]
             lines += [
                 f"most = tl.max(tl.reshape(most, [{self.rows * LANES}], can_reorder=True))",
-                # Thousands of items have one address, which takes their atomics one after the other. Most are not needed.
-                f"found = maxima + {i} * parts + part",
-                'tl.atomic_max(found, most, mask=most > tl.load(found, volatile=True), sem="relaxed")',
+                f'tl.atomic_max(maxima + {i} * parts + part, most, mask=most > known{i}, sem="relaxed")',
             ]
         return lines
 
@@ -211,25 +223,30 @@ class _TritonParts:
         """A sum; what is behind the end counts as zero."""
         return f"{name} = tl.where(tile * {self.what.tile} + {LANES * i} + lane < count, {name}, 0.0)"
 
-    def _results(self, program: Program, masked: bool) -> list[str]:
-        """Compute and store. Where there are shortcuts, and one element of the item must not take one: all again."""
-        ways = usual_and_general(program)
-        if ways is None:
-            return [*self._statements(program), *self._write(program.results, masked)]
-        usual, conditions, general = ways
+    def _body(self, masked: bool) -> list[str]:
+        """Read, compute and store.
+
+        Where there are shortcuts, and one element of the item must not take one, everything is read again: what is kept for
+        that would take registers from the usual way.
+        """
+        read, program = self._numbers_read(masked), self.finish or self.each
+        if not has_shortcuts(program):
+            return [*read, *self._statements(program), *self._write(program.results, masked)]
+        usual, conditions, general = usual_and_general(program)
         return [
+            *read,
             *self._statements(usual),
             f"rare = tl.max(({' | '.join(value.name for value in conditions)}).to(tl.int32))",
             "if rare == 0:",
             *("    " + line for line in self._write(usual.results, masked)),
             "else:",
-            *("    " + line for line in self._statements(general)),
-            *("    " + line for line in self._write(general.results, masked)),
+            *("    " + line for line in (*read, *self._statements(general), *self._write(general.results, masked))),
         ]
 
-    def _body(self, masked: bool) -> list[str]:
+    def _numbers_read(self, masked: bool) -> list[str]:
+        """What is read, or the sums of what messages say."""
         if self.finish is None:
-            return [*self._read(self.each, masked), *self._results(self.each, masked)]
+            return self._read(self.each, masked)
         sums = [v.name for v in self.finish.elements]
         more = [
             "for message in range(1, messages):",
@@ -243,5 +260,4 @@ class _TritonParts:
             *(f"{s} = {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
             *([] if self.one else more),
             *(self._inside(i, s) for i, s in enumerate(sums) if masked),
-            *self._results(self.finish, masked),
         ]

@@ -122,11 +122,13 @@ def record(operation: str, dtype: torch.dtype, *arguments: Tensor) -> Tensor:
     return result
 
 
-def usual_and_general(program: Program) -> tuple[Program, tuple[Value, ...], Program] | None:
-    """Where there are shortcuts: the program that takes them all, their conditions, and the program that takes none."""
+def has_shortcuts(program: Program) -> bool:
+    return any(s.operation == "shortcut" for s in program.statements)
+
+
+def usual_and_general(program: Program) -> tuple[Program, tuple[Value, ...], Program]:
+    """Of a program with shortcuts: the one that takes them all, their conditions, and the one that takes none."""
     found = [s for s in program.statements if s.operation == "shortcut"]
-    if not found:
-        return None
     conditions: tuple[Value, ...] = tuple(s.arguments[0] for s in found)
 
     def taken(way: int, results: tuple[Value, ...]) -> Program:
