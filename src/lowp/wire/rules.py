@@ -136,7 +136,7 @@ class Rules:
         message = self.room(shard, stage, load.numbers.device) if out is None else out
         noisy = Stage.SENT if stage == Stage.PARTIAL else stage
         if stage in (Stage.TOTAL, Stage.HANDED_OUT):
-            load = self._marked(load, messages)
+            load = self.marked(load, messages)
         self.encode(messages, load.numbers, message[: messages.length], noisy, actor, None, load.peaks, load.maxima)
         if load.lost is not None and stage == Stage.PARTIAL:
             self.encode(messages, load.lost, message[messages.length :], Stage.SENT_LOST, actor, None, load.peaks)
@@ -162,7 +162,7 @@ class Rules:
             if stage in (Stage.ADDEND, Stage.NODE) and self.meter is not None:
                 self.meter.see(messages, numbers, out, factors)
 
-    def _marked(self, load: Load, messages: Messages) -> Load:
+    def marked(self, load: Load, messages: Messages) -> Load:
         """A total in float32 may have overflowed, which no header would say."""
         if not any(overflow_unseen(group.codec) for group in messages.groups):
             return load

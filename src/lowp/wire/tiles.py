@@ -310,7 +310,7 @@ def _four_bits_about(program: BlockProgram, shape: TileShape, blocks: _Blocks, t
     about = [program.scale_about(most, tensor_scale) for most, _ in blocks]
     inverses = [program.inverse_about(scale, tensor_scale) for scale, _ in about]
     x = [number * inverse for (_, mine), inverse in zip(blocks, inverses, strict=True) for number in mine]
-    found = [*((four_bits.to_bytes(*pair), four_bits.doubt(*pair)) for pair in _pairs(x)), *about]
+    found = [*(four_bits.to_bytes_about(*pair) for pair in _pairs(x)), *about]
     stored, scales = _exact_blocks(program, shape, blocks, tensor_scale, near_one=True)
     chosen = [
         shortcut(lambda code=code: code, lambda known=known: known, lambda unsure=unsure: unsure, code, on_gpu=True)

@@ -25,16 +25,15 @@ from lowp.wire.exchange import (
 from lowp.wire.feedback import Feedback
 from lowp.wire.layer_tensors import Residuals
 from lowp.wire.link import agreement_bytes
-from lowp.wire.messages import Messages
-from lowp.wire.plan import Bucket, Chunk, Shard, cuts_for
+from lowp.wire.plan import Bucket, Shard, cuts_for
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import ring_bytes
-from lowp.wire.rules import Load
 from lowp.wire.scale_warnings import warn_of_scales
 from lowp.wire.scaled import scaled
 from lowp.wire.scaling import poisoned
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.traffic import bytes_of_bucket
+from lowp.wire.virtual_sums import chunk_sum
 
 Gradients = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
@@ -241,50 +240,23 @@ class _OpenBucket:
         whole = reduction.one_order and all(layer.codec.elementwise for layer in bucket.layers)
         self._indices = [None] if whole else list(range(reduction.shards(self._world)))
         self._chunks = bucket.chunks(len(self._indices), self._cuts)
-        self._adders = [
-            [reduction.adder(shard, i, self._rules) for i, shard in zip(self._indices, chunk.shards, strict=True)]
-            for chunk in self._chunks
-        ]
+        self._sums = [chunk_sum(chunk, reduction, self._rules, self._indices) for chunk in self._chunks]
         self.turns = {reduction.turn(rank, i or 0, self._world) for rank in range(self._world) for i in self._indices}
 
     def visit(self, rank: int, turn: int, gradients: Mapping[str, Tensor]) -> None:
         """Add one rank's numbers wherever it is their turn."""
         flat = self._flat(rank, gradients)
-        for chunk, row in zip(self._chunks, self._adders, strict=True):
-            source = flat[chunk.start : chunk.stop]
-            numbers, peaks = scaled(source, chunk, self._rules.factors), self._own_peaks(source, chunk)
-            for index, (shard, adder) in enumerate(zip(chunk.shards, row, strict=True)):
-                if self._reduction.turn(rank, index, self._world) == turn:
-                    first, last = chunk.first_parts[index : index + 2]
-                    adder.add(rank, Load(shard.take(numbers), peaks[first:last]))
-
-    def _own_peaks(self, source: Tensor, chunk: Chunk) -> Tensor:
-        if "own" not in chunk.messages:
-            starts = [shard.start for shard in chunk.shards]
-            chunk.messages["own"] = Messages(chunk.shards, lambda part: part.codec, starts)
-        return chunk.messages["own"].own_peaks(source, self._world)
+        for chunk, own in zip(self._chunks, self._sums, strict=True):
+            own.visit(rank, turn, flat[chunk.start : chunk.stop])
 
     def totals(self, mean: bool, state: State) -> tuple[Tensor, Tensor]:
         """What everybody decodes, and each layer's mark (255: not finite)."""
-        rules, device = self._rules, self._example.device
         result = self._example.new_empty(self._bucket.size)
         exact, rest = exact_and_rest(self._world if mean else 1)
         _, usual = self._scales.factors_and_units(exact)
         every_unit, travelled = [usual], None
-        for chunk, row in zip(self._chunks, self._adders, strict=True):
-            numbers = torch.empty(chunk.size, dtype=torch.float32, device=device)
-            every = []
-            for index, shard, adder in zip(self._indices, chunk.shards, row, strict=True):
-                total, owners = adder.total(), rules.at(self._reduction.owner(index, self._world))
-                if self._reduction.rounds_total:
-                    message = owners.write(total, shard, self._reduction.total_stage, 0)
-                    own = shard.take(numbers)
-                    total = rules.read(message, shard, self._reduction.total_stage, own)
-                    shard.put(own, numbers)
-                else:
-                    numbers[shard.start : shard.stop] = owners.end(total, shard).numbers
-                every.append(total.peaks)
-            peaks = torch.cat(every)
+        for chunk, own in zip(self._chunks, self._sums, strict=True):
+            numbers, peaks = own.total()
             units = poisoned(usual, peaks, chunk.owners(usual.device)) if chunk.sends_headers else usual
             result[chunk.start : chunk.stop] = scaled(numbers, chunk, units, rest)
             every_unit.append(units)

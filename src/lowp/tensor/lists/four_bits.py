@@ -25,8 +25,8 @@ from lowp.formats import format as parse_format
 from lowp.tensor import grid as grids
 from lowp.tensor.lists.tracing import Statement, record
 
-BYTES, DOUBT, LOW, HIGH = "e2m1_bytes", "e2m1_doubt", "e2m1_low", "e2m1_high"
-OPERATIONS = (BYTES, DOUBT, LOW, HIGH)
+BYTES, ABOUT, LOW, HIGH = "e2m1_bytes", "e2m1_about", "e2m1_low", "e2m1_high"
+OPERATIONS = (BYTES, ABOUT, LOW, HIGH)
 
 _E2M1FN = parse_format("e2m1fn")
 _ANCHOR = "0f4B400000"  # 1.5 * 2^23
@@ -42,9 +42,10 @@ def to_bytes(low: Tensor, high: Tensor) -> Tensor:
     return record(BYTES, torch.int8, low, high)
 
 
-def doubt(low: Tensor, high: Tensor) -> Tensor:
-    """Where `to_bytes` might be other bytes if the numbers were not known exactly, but with a relative error of 2^-20."""
-    return record(DOUBT, torch.int32, low, high) != 0
+def to_bytes_about(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """`to_bytes` of numbers that are known with a relative error of 2^-20; and which bytes are in doubt."""
+    found = record(ABOUT, torch.int32, low, high)
+    return found.to(torch.int8), found > 0xFF
 
 
 def to_numbers(bytes: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,8 +56,8 @@ def to_numbers(bytes: Tensor) -> tuple[Tensor, Tensor]:
 def triton_expression(s: Statement) -> str:
     """The call of a Triton kernel that carries out one of `OPERATIONS`."""
     text, outputs, inputs, dtype = {
-        BYTES: (_bytes(("$0", "", "")), 1, 8, "tl.int8"),
-        DOUBT: (_doubt(), 4, 8, "tl.int32"),
+        BYTES: ("{ " + _bytes("$0", 1) + "}", 1, 8, "tl.int8"),
+        ABOUT: (_about(), 4, 8, "tl.int32"),
         LOW: (_numbers(low=True), 4, 1, "tl.float32"),
         HIGH: (_numbers(low=False), 4, 1, "tl.float32"),
     }[s.operation]
@@ -66,15 +67,12 @@ def triton_expression(s: Statement) -> str:
     return f'tl.inline_asm_elementwise("{text}", "{constraints}", [{arguments}], dtype={dtype}, is_pure=True, pack=4)'
 
 
-def _bytes(target: tuple[str, str, str], first: int = 1) -> str:
-    """Eight numbers, from argument `first` on, to four bytes in `target[0]`. `target[1]` is a factor of the magnitudes."""
-    word, factor, prefix = target
-    sums = [f"{prefix}s{i}" for i in range(8)]
-    lines = [f".reg .b32 {', '.join(sums)}, {prefix}y, {prefix}t, {prefix}p, {prefix}q"]
+def _bytes(word: str, first: int, factor: str = "") -> str:
+    """Eight numbers, from argument `first` on, to the four bytes of `word`. The magnitudes are multiplied by `factor` first."""
+    y, t, p, q, *sums = (f"{name}{factor[2:]}" for name in ("y", "t", "p", "q", *(f"s{i}_" for i in range(8))))
+    lines = [f".reg .b32 {', '.join((y, t, p, q, *sums))}"]
     for i, total in enumerate(sums):
-        y, t = f"{prefix}y", f"{prefix}t"
-        lines += [f"abs.f32 {y}, ${first + i}"]
-        lines += [f"mul.rn.f32 {y}, {y}, {factor}"] if factor else []
+        lines += [f"abs.f32 {y}, ${first + i}", *([f"mul.rn.f32 {y}, {y}, {factor}"] if factor else [])]
         lines += [
             f"mul.rn.sat.f32 {t}, {y}, 0f3F000000",
             f"fma.rn.f32 {total}, {t}, 0f40800000, {_ANCHOR}",
@@ -85,13 +83,12 @@ def _bytes(target: tuple[str, str, str], first: int = 1) -> str:
         ]
     for low, high in zip(sums[:4], sums[4:], strict=True):
         lines += [f"sub.rn.f32 {high}, {high}, {_ANCHOR}", f"fma.rn.f32 {low}, {high}, 0f41800000, {low}"]
-    p, q = f"{prefix}p", f"{prefix}q"
     lines += [*_gathered(word, sums[:4], 0, q), f"and.b32 {word}, {word}, 0x77777777"]
     lines += [*_gathered(p, [f"${first + i}" for i in range(4)], 3, q), f"shr.u32 {p}, {p}, 4"]
     lines += [f"lop3.b32 {word}, {p}, 0x08080808, {word}, 0xEA"]  # (p & mask) | word
     lines += _gathered(p, [f"${first + 4 + i}" for i in range(4)], 3, q)
     lines += [f"lop3.b32 {word}, {p}, 0x80808080, {word}, 0xEA"]
-    return "{ " + "; ".join(lines) + "; }" if not prefix else "; ".join(lines) + "; "
+    return "; ".join(lines) + "; "
 
 
 def _gathered(target: str, registers: list[str], byte: int, spare: str) -> list[str]:
@@ -104,11 +101,15 @@ def _gathered(target: str, registers: list[str], byte: int, spare: str) -> list[
     ]
 
 
-def _doubt() -> str:
-    """The bytes of numbers that are a little smaller, and a little larger: which bits differ, the same word four times."""
+def _about() -> str:
+    """The bytes of numbers that are a little smaller; 256 more where one of those of a little larger ones is another."""
     smaller, larger = "0f3F7FFFC0", "0f3F800020"  # 1 - 2^-18, 1 + 2^-18
-    lines = ".reg .b32 one, two; " + _bytes(("one", smaller, "u"), 4) + _bytes(("two", larger, "v"), 4)
-    return "{ " + lines + "xor.b32 one, one, two; " + "; ".join(f"mov.b32 ${i}, one" for i in range(4)) + "; }"
+    lines = [
+        ".reg .b32 one, two; .reg .pred differ; " + _bytes("one", 4, smaller) + _bytes("two", 4, larger),
+        "setp.ne.b32 differ, one, two; selp.b32 two, 256, 0, differ; ",
+        *(f"bfe.u32 ${i}, one, {8 * i}, 8; or.b32 ${i}, ${i}, two; " for i in range(4)),
+    ]
+    return "{ " + "".join(lines) + "}"
 
 
 def _numbers(low: bool) -> str:
