@@ -217,12 +217,13 @@ def draw(found: Mapping[str, Sequence[Row]], path: Path) -> None:
             for row, height in zip(points, heights, strict=True):
                 place = (row["bits"], height)
                 axes.annotate(row["wire"], place, (5, -9), textcoords="offset points", fontsize=7, color="#444444")
+        every = [row["bits"] for row in others]
         axes.set_xscale("log", base=2)
         axes.set_yscale("linear")
-        axes.margins(x=0.14)
+        axes.set_xlim(min(every, default=1) / 1.5, max(every, default=32) * 1.5)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     handles = {name: each for axes in panels for each, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(5, 2 * len(found)), frameon=False)
     figure.suptitle("Bars: 95 % intervals of the difference to fp32, paired by seed", fontsize=9, color="#666666")
     save(figure, path)
 
