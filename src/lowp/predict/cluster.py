@@ -18,7 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
+
 KINDS = ("cuda", "cpu")
+_END, _POINTS = 9.0, 4000  # beyond +-9 there is nothing of a normal distribution that counts
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ class Device:
     How long a model takes is found in `times` (measured), else in `samples` (samples a second, as (batch, rate) pairs), else
     from `flops` and `bandwidth`, both as they are reached in practice. `codecs` are speeds that were measured here; without,
     those of a device of this kind count (codec_speed.py). `beside`: the share of encoding and decoding that runs beside the
-    computation, on processors that would be idle; the rest takes its time from the computation.
+    computation, on processors that would be idle; the rest takes its time from the computation. `step_overhead`: what every
+    step on more than one rank takes beside its messages: the framework's hooks, launches and barriers.
     """
 
     name: str
@@ -103,6 +107,7 @@ class Device:
     times: Mapping[str, ModelTimes] = field(default_factory=dict)
     codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
     beside: float = 0.0
+    step_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -110,6 +115,8 @@ class Device:
         for name in ("memory", "bandwidth", "flops"):
             if getattr(self, name) is not None:
                 _positive(self, name)
+        if not 0 <= self.step_overhead < math.inf:
+            raise ValueError(f"step_overhead: {self.step_overhead:g} must be at least 0")
         if not 0 <= self.beside <= 1:
             raise ValueError(f"beside: {self.beside:g} must be from 0 to 1")
         for model, points in self.samples.items():
@@ -152,14 +159,15 @@ class Stragglers:
 
 @lru_cache(maxsize=1024)
 def expected_maximum(count: int) -> float:
-    """Of `count` standard normal numbers: the integral of x * d(F(x)^count), by parts."""
-    import numpy as np
+    """Of `count` standard normal numbers: the integral of x d(F(x)^count), by parts."""
+    return _END - float(np.trapezoid(_normal_distribution() ** count, dx=2 * _END / _POINTS)) if count > 1 else 0.0
 
-    if count == 1:
-        return 0.0
-    x = np.linspace(-9.0, 9.0, 9001)
-    below = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in x]) ** count
-    return float(9.0 - np.trapezoid(below, x))
+
+@lru_cache(maxsize=1)
+def _normal_distribution() -> np.ndarray:
+    """F at points from -_END to _END."""
+    points = np.linspace(-_END, _END, _POINTS + 1)
+    return np.array([0.5 * math.erfc(-point / math.sqrt(2)) for point in points])
 
 
 @dataclass(frozen=True)

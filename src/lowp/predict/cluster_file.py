@@ -120,6 +120,7 @@ def _device(keys: "TomlKeys", codecs: "TomlKeys") -> Device:
         times,
         speeds,
         keys.number("beside", 0.0, least=0, most=1),
+        keys.quantity("step_overhead", SECONDS, 0.0),
     )
     keys.end()
     return device
@@ -200,7 +201,7 @@ def cluster_toml(cluster: Cluster) -> str:
         ("flops", device.flops, FLOPS),
     ):
         lines += [] if value is None else [f"{key} = {_quoted(exact_text(value, unit))}"]
-    lines += [f"beside = {device.beside!r}"]
+    lines += [f"beside = {device.beside!r}", f"step_overhead = {_time(device.step_overhead)}"]
     if device.samples:
         lines += ["", "[device.samples]"]
         lines += [

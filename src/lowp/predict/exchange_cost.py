@@ -18,6 +18,7 @@ from lowp.predict.wires import WireChoice
 from lowp.tensor.noise import Domain
 from lowp.wire.adaptive import AdaptiveLayout
 from lowp.wire.codec import Codec
+from lowp.wire.link import agreement_bytes
 from lowp.wire.plan import CPU_CUTS, CUDA_CUTS, Bucket, Part
 from lowp.wire.reductions.hierarchical import Hierarchical
 from lowp.wire.rules import Rules, Stage
@@ -27,30 +28,34 @@ CUTS = {"cpu": CPU_CUTS, "cuda": CUDA_CUTS}
 
 @dataclass(frozen=True)
 class ChunkStep:
-    """Work of the processor, then messages: seconds for which the link is taken, and seconds until they are there."""
+    """Work of the processor, then messages: seconds for which the link is taken, and seconds until they are there.
 
-    work: float
-    busy: float
-    latency: float
+    Numbers are encoded, after what came before has been decoded and added.
+    """
+
+    decode: float
+    encode: float
+    busy: float = 0.0
+    latency: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.decode + self.encode + self.busy + self.latency
 
 
 @dataclass(frozen=True)
 class ChunkCost:
+    """The last step has work alone."""
+
     steps: tuple[ChunkStep, ...]
-    last_work: float
     bytes_sent: float  # by the busiest rank
     messages: float
     waits: int  # one after the other
 
     @property
-    def encode(self) -> float:
-        """Work before the first message."""
-        return self.steps[0].work if self.steps else 0.0
-
-    @property
     def seconds(self) -> float:
         """Alone, from beginning to end."""
-        return sum(step.work + step.busy + step.latency for step in self.steps) + self.last_work
+        return sum(step.seconds for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Kin:
     budget: float
 
 
+@lru_cache(maxsize=4096)  # buckets are compared by identity
 def kin_of(bucket: Bucket) -> tuple[Kin, ...]:
     found: dict[Codec, list[tuple[int, float]]] = {}
     for layer in bucket.layers:
@@ -133,26 +139,30 @@ def _cost(route: Route, parts: _Parts, wire: WireChoice, device: Device) -> Chun
     begin, end = _casts(parts, wire, device)
     for leg in route.legs:
         length = parts.length(leg.stage, route.shards)
-        work = _work(leg.work, parts, route.shards, wire, device)
-        first, begin = begin + work, 0.0
-        waiting = leg.times * leg.latency(length) + (leg.times - 1) * work
-        steps.append(ChunkStep(first, leg.times * leg.busy(length), waiting))
+        decode, encode = _work(leg.work, parts, route.shards, wire, device)
+        # Equal rounds in a row are one step: the work between them is waited for.
+        waiting = leg.times * leg.latency(length) + (leg.times - 1) * (decode + encode)
+        steps.append(ChunkStep(decode, encode + begin, leg.times * leg.busy(length), waiting))
         sent += leg.times * leg.sent * length
         messages += leg.times * leg.messages
-    last = end + _work(route.last_work, parts, route.shards, wire, device)
-    return ChunkCost(tuple(steps), last, sent, messages, route.waits)
+        begin = 0.0
+    decode, encode = _work(route.last_work, parts, route.shards, wire, device)
+    return ChunkCost((*steps, ChunkStep(decode + end, encode)), sent, messages, route.waits)
 
 
-def _work(work: Iterable[Amount], parts: _Parts, shards: float, wire: WireChoice, device: Device) -> float:
-    """Seconds. Of torch's own reductions nobody encodes; on GPUs additions are hidden in the transfer's bandwidth."""
-    seconds = 0.0
+def _work(work: Iterable[Amount], parts: _Parts, shards: float, wire: WireChoice, device: Device) -> tuple[float, float]:
+    """Seconds to decode and add, and to encode.
+
+    Of torch's own reductions nobody encodes; on GPUs additions are hidden in the transfer's bandwidth.
+    """
+    seconds = {"encode": 0.0, "add": 0.0, "decode": 0.0}
     for what, stage, count in work:
         if wire.plain and (what != "add" or device.kind == "cuda"):
             continue
         for each in parts.kin:
             speed = getattr(speed_of(parts.codec(each, stage), device), what)
-            seconds += count * parts.numbers(each, shards) * speed
-    return seconds
+            seconds[what] += count * parts.numbers(each, shards) * speed
+    return seconds["add"] + seconds["decode"], seconds["encode"]
 
 
 def _casts(parts: _Parts, wire: WireChoice, device: Device) -> tuple[float, float]:
@@ -173,17 +183,7 @@ def _after_agreement(cost: ChunkCost, layers: int, arrangement: Arrangement) -> 
     for route in routes(AllReduce(), arrangement):
         length = layers / route.shards
         busy = sum(leg.times * leg.busy(length) for leg in route.legs)
-        ways.append((ChunkStep(0.0, busy, sum(leg.times * leg.latency(length) for leg in route.legs)), route))
-    step, route = min(ways, key=lambda way: way[0].busy + way[0].latency)
-    first = (ChunkStep(cost.encode / 2, step.busy, step.latency), ChunkStep(cost.encode / 2, *_rest(cost.steps[0])))
-    return ChunkCost(
-        (*first, *cost.steps[1:]),
-        cost.last_work,
-        cost.bytes_sent + 2 * layers,
-        cost.messages + route.waits,
-        cost.waits + route.waits,
-    )
-
-
-def _rest(step: ChunkStep) -> tuple[float, float]:
-    return step.busy, step.latency
+        ways.append((ChunkStep(0.0, 0.0, busy, sum(leg.times * leg.latency(length) for leg in route.legs)), route.waits))
+    step, waits = min(ways, key=lambda way: way[0].seconds)
+    sent = agreement_bytes(layers, arrangement.ranks)
+    return ChunkCost((step, *cost.steps), cost.bytes_sent + sent, cost.messages + waits, cost.waits + waits)

@@ -1,13 +1,14 @@
 """From a model, a cluster and wires to predictions: throughput, speed-up, efficiency, and where the time of a step goes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lowp.names import matches_nothing
 from lowp.predict.architectures import usual_batch, workload_of
 from lowp.predict.cluster import Arrangement, Cluster
 from lowp.predict.cluster_file import cluster_of
@@ -18,6 +19,7 @@ from lowp.predict.wires import WireChoice, wires_of
 from lowp.predict.workload import StepCompute, Workload
 from lowp.train.exchange.base import buckets_of
 from lowp.wire.chunk_scheduler import DEPTH
+from lowp.wire.plan import Bucket
 from lowp.wire.settings import Parameters
 
 BUCKET_MB = 25.0
@@ -116,13 +118,12 @@ def predict(
     batch = usual_batch(workload.name) if batch is None else batch
     compute = workload.on(machine.device, batch)
     scene = _Scene(workload, machine, compute, batch, _bucketed(workload, bucket_mb, buckets), formats or TrainingFormats())
-    counts = ranks_of(ranks)
-    arrangements = {count: machine.arrange(count) for count in counts}
-    return Prediction(
-        workload,
-        machine,
-        tuple(scene.predicted(choice, arrangements[count]) for choice in wires_of(wire) for count in counts),
-    )
+    arrangements = [machine.arrange(count) for count in ranks_of(ranks)]
+    steps: list[PredictedStep] = []
+    for choice in wires_of(wire):
+        laid = scene.laid(choice)
+        steps += [scene.predicted(choice, laid, arrangement) for arrangement in arrangements]
+    return Prediction(workload, machine, tuple(steps))
 
 
 def ranks_of(ranks: "int | str | Iterable[int]") -> tuple[int, ...]:
@@ -189,19 +190,20 @@ class _Scene:
             when[self.workload.layers[index].name] = moment
         return [max(when[name] for name in bucket) for bucket in self.buckets]
 
-    def predicted(self, wire: WireChoice, arrangement: Arrangement) -> PredictedStep:
+    def laid(self, wire: WireChoice) -> list[Bucket]:
+        """The buckets, with the codec of every parameter."""
+        shapes = {layer.name: torch.Size(layer.shape) for layer in self.workload.layers}
+        if wrong := wire.settings.unmatched(shapes):
+            raise ValueError(f"wire {wire.text!r}: {matches_nothing(wrong[0], shapes)}")
+        parameters = Parameters(shapes, wire.settings)
+        return [parameters.bucket(names, 0) for names in self.buckets]
+
+    def predicted(self, wire: WireChoice, laid: list[Bucket], arrangement: Arrangement) -> PredictedStep:
         ranks, device = arrangement.ranks, self.cluster.device
-        costs = self._costs(wire, arrangement) if ranks > 1 else [[] for _ in self.buckets]
-        slowest = self.cluster.stragglers.slowest(ranks)
-        jobs = sorted(
-            (BucketJob(ready * slowest, tuple(own)) for ready, own in zip(self._ready, costs, strict=True)),
-            key=lambda job: job.ready,
-        )
+        costs = [bucket_costs(bucket, wire, arrangement, device) if ranks > 1 else [] for bucket in laid]
         streamed = device.kind == "cuda"
         depth = 1 if streamed else _GLOO_THREADS if wire.plain else DEPTH
-        times = step_times(self.compute.total * slowest, jobs, depth, device.beside, streamed)
-        waited = self.compute.total * (slowest - 1)
-        times = StepTimes(self.compute.total, times.encode, times.decode, times.exposed, times.hidden, times.idle + waited)
+        times = self._times(costs, ranks, depth, streamed)
         chunks = [chunk for own in costs for chunk in own]
         memory = memory_needs(self.workload, self.batch, self.formats, _under_way(chunks, depth))
         throughput = ranks * self.batch / times.step
@@ -212,12 +214,14 @@ class _Scene:
             memory, None if device.memory is None else memory.total <= device.memory,
         )  # fmt: skip
 
-    def _costs(self, wire: WireChoice, arrangement: Arrangement) -> list[list[ChunkCost]]:
-        shapes = {layer.name: torch.Size(layer.shape) for layer in self.workload.layers}
-        if wrong := wire.settings.unmatched(shapes):
-            raise ValueError(f"wire {wire.text!r}: {wrong[0]!r} matches no parameter of {self.workload.name}")
-        parameters = Parameters(shapes, wire.settings)
-        return [bucket_costs(parameters.bucket(names, 0), wire, arrangement, self.cluster.device) for names in self.buckets]
+    def _times(self, costs: list[list[ChunkCost]], ranks: int, depth: int, streamed: bool) -> StepTimes:
+        """Gradients are reduced when the slowest rank has them. What others wait for it is idle time."""
+        slowest, compute = self.cluster.stragglers.slowest(ranks), self.compute.total
+        jobs = [BucketJob(ready * slowest, tuple(own)) for ready, own in zip(self._ready, costs, strict=True)]
+        jobs.sort(key=lambda job: job.ready)
+        times = step_times(compute * slowest, jobs, depth, self.cluster.device.beside, streamed)
+        overhead = self.cluster.device.step_overhead if ranks > 1 else 0.0
+        return replace(times, compute=compute, idle=compute * (slowest - 1) + overhead)
 
 
 def _under_way(chunks: list[ChunkCost], depth: int) -> float:

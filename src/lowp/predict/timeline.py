@@ -26,9 +26,8 @@ Span = tuple[float, float]
 class StepTimes:
     """Where the seconds of a step go. `compute + encode + decode + exposed + idle` is the whole step.
 
-    `encode` (until a bucket's first message) and `decode` (everything after it) are what is not hidden behind the computation.
-    `exposed` is when nobody computes or codes, and messages are awaited; `hidden` is when the link is taken meanwhile. `idle` is
-    waiting for slower ranks.
+    `encode` and `decode` (with the additions) are what is not hidden behind the computation. `exposed` is when nobody computes or codes, and messages are awaited; `hidden` is when the link is taken meanwhile. `idle` is
+    waiting for slower ranks, and for the framework.
     """
 
     compute: float
@@ -100,13 +99,14 @@ class _Run:
                 under_way, number = under_way + 1, number + 1
                 continue
             since, which, step, messages, chunk = heapq.heappop(events)
+            now = chunk.steps[step]
             if messages:
-                heapq.heappush(events, (self._send(since, chunk.steps[step]), which, step + 1, False, chunk))
-            elif step < len(chunk.steps):
-                done = self._work(since, chunk.steps[step].work, DECODE if step else ENCODE)
+                heapq.heappush(events, (self._send(since, now), which, step + 1, False, chunk))
+                continue
+            done = self._work(self._work(since, now.decode, DECODE), now.encode, ENCODE)
+            if step + 1 < len(chunk.steps):
                 heapq.heappush(events, (done, which, step, True, chunk))
             else:
-                self._work(since, chunk.last_work, DECODE)
                 under_way -= 1
         self.end = max(self.end, self.computed)
 

@@ -19,6 +19,7 @@ from lowp.predict.topologies import topology_of
 from lowp.predict.topologies.all_reduce import AllReduce
 from lowp.predict.topologies.base import Topology
 from lowp.predict.topologies.counted import CountedReduction
+from lowp.wire.reductions.base import Reduction
 from lowp.wire.settings import Settings
 
 PLAIN = ("fp32", "fp16", "bf16")  # formats that torch reduces in
@@ -30,7 +31,7 @@ class WireChoice:
 
     text: str
     settings: Settings
-    reduction: str
+    reduction: "str | Reduction | Topology"
     plain: bool
 
     def topology(self, node: int) -> Topology:
@@ -80,7 +81,7 @@ def _described(wire: Mapping[str, Any]) -> str:
     )
 
 
-def _chosen(text: str, arguments: dict[str, Any], reduction: str | None) -> WireChoice:
+def _chosen(text: str, arguments: dict[str, Any], reduction: "str | Reduction | Topology | None") -> WireChoice:
     try:
         settings = Settings.of(**arguments)
         bare = set(arguments) == {"format"} and arguments["format"] in PLAIN

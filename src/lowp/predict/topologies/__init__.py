@@ -8,23 +8,30 @@ from lowp.predict.topologies.halving_doubling import HalvingDoubling
 from lowp.predict.topologies.parameter_server import ParameterServer
 from lowp.predict.topologies.torus import Torus
 from lowp.wire.reductions import REDUCTIONS, reduction_of
+from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.hierarchical import Hierarchical
 
 TOPOLOGIES: tuple[Topology, ...] = (
     AllReduce(),
+    AllReduce("ring"),
+    AllReduce("tree"),
     *(CountedReduction(reduction) for reduction in REDUCTIONS),
     HalvingDoubling(),
     Torus(),
     ParameterServer(),
 )
 _NAMES = (
-    "all_reduce, two_shot, one_shot, ring, tree, sequential, hierarchical, hierarchical(k), hierarchical(k, gather), "
+    "all_reduce, all_reduce(ring), all_reduce(tree), two_shot, one_shot, ring, tree, sequential, hierarchical, hierarchical(k), hierarchical(k, gather), "
     "hierarchical(k, leaders), hybrid, halving_doubling, torus or parameter_server"
 )
 
 
-def topology_of(text: str, kahan: bool = False, node: int | None = None) -> Topology:
+def topology_of(text: "str | Reduction | Topology", kahan: bool = False, node: int | None = None) -> Topology:
     """By name. `hierarchical` without a number has nodes of `node` ranks, as the cluster has them."""
+    if isinstance(text, Topology):
+        return text
+    if isinstance(text, Reduction):
+        return CountedReduction(text, kahan)
     for topology in TOPOLOGIES:
         if str(topology) == text and not isinstance(topology, CountedReduction):
             return topology

@@ -19,11 +19,16 @@ from lowp.wire.rules import Stage
 
 @dataclass(frozen=True)
 class AllReduce(Topology):
+    """`way`: "ring" or "tree" alone, as older versions of NCCL had only rings."""
+
+    way: str = ""
+
     def __str__(self) -> str:
-        return "all_reduce"
+        return f"all_reduce({self.way})" if self.way else "all_reduce"
 
     def patterns(self, arrangement: Arrangement) -> tuple[Pattern, ...]:
-        return ring_pattern(arrangement), _trees(arrangement)
+        ways = {"ring": ring_pattern, "tree": tree_pattern}
+        return tuple(make(arrangement) for way, make in ways.items() if self.way in ("", way))
 
 
 def ring_pattern(arrangement: Arrangement) -> Pattern:
@@ -50,7 +55,7 @@ def _inside(rank: int, arrangement: Arrangement) -> int:
     return next((at for at, size in enumerate(inner) if (rank + 1) % size), len(inner) - 1)
 
 
-def _trees(arrangement: Arrangement) -> Pattern:
+def tree_pattern(arrangement: Arrangement) -> Pattern:
     """In units of the whole message: of every round of a phase a rank sends its part of it."""
     rounds = []
     for stage in (Stage.PARTIAL, Stage.TOTAL):
