@@ -33,7 +33,7 @@ def predict_steps(
     cluster: Annotated[str, typer.Option(metavar="NAME|FILE", help="A cluster of --clusters, or a TOML file.")] = "",
     wires: Annotated[
         list[str] | None,
-        typer.Option("--wire", metavar="WIRE", help="FORMAT[/SCALE][@REDUCTION]; may be given several times."),
+        typer.Option("--wire", metavar="WIRE", help="FORMAT/SCALE@REDUCTION; FORMAT is enough. May be given several times."),
     ] = None,
     ranks: Annotated[str, typer.Option(metavar="N", help="1:4096 doubles; 8,64,512 are three numbers.")] = "1:64",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples of one rank in a step.")] = None,
@@ -49,8 +49,8 @@ def predict_steps(
 ) -> None:
     """Predict throughput, speed-up and efficiency on a cluster, and where the time of a step goes.
 
-    A wire is how gradients travel. fp32, fp16 and bf16 are torch's own all-reduce. Everything else is lowp's: e5m2/aps,
-    e2m1fn/block:32, nvfp4, adaptive:4.4, topk:0.01. After @ comes a reduction: ring, tree, hierarchical, halving_doubling, torus ...
+    A wire is how gradients travel. fp32, fp16 and bf16 are torch's own all-reduce. Everything else is lowp's: e5m2/aps, nvfp4,
+    e2m1fn/block:32, adaptive:4.4, topk:0.01. After @ comes a reduction: ring, tree, hierarchical, halving_doubling, torus.
     """
     if clusters and models:
         raise ValueError("--clusters and --models each list something else: give one of them")

@@ -84,8 +84,9 @@ def _memory(step: PredictedStep, room: float | None) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
+    """At most two decimals and, below ten seconds, five characters."""
     value = 1e3 * seconds
-    return "0" if value < 5e-4 else f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+    return "0" if value < 5e-3 else f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def _literal(text: str) -> str:

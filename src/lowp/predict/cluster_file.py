@@ -25,6 +25,7 @@
     latency = "5 us"
     overhead = "1 us"
     shared = 4                          # ranks that share a link
+    separate = true                     # from the links of the levels inside: both carry at once
 
     [stragglers]
     variation = 0.02
@@ -167,6 +168,7 @@ def _level(keys: "TomlKeys") -> LinkLevel:
         keys.quantity("overhead", SECONDS, 0.0),
         keys.whole("ranks", None, least=1),
         keys.whole("shared", 1, least=1),
+        keys.flag("separate"),
         latencies,
     )
     keys.end()
@@ -230,6 +232,7 @@ def _level_lines(level: LinkLevel) -> list[str]:
         f"latency = [{by_size}]" if level.latencies else f"latency = {_time(level.latency)}",
         f"overhead = {_time(level.overhead)}",
         f"shared = {level.shared}",
+        *(["separate = true"] if level.separate else []),
     ]
 
 

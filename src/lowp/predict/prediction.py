@@ -117,7 +117,7 @@ def predict(
     workload, machine = workload_of(model, inputs), cluster_of(cluster)
     batch = usual_batch(workload.name) if batch is None else batch
     compute = workload.on(machine.device, batch)
-    scene = _Scene(workload, machine, compute, batch, _bucketed(workload, bucket_mb, buckets), formats or TrainingFormats())
+    scene = _Scene(workload, machine, compute, batch, bucketed(workload, bucket_mb, buckets), formats or TrainingFormats())
     arrangements = [machine.arrange(count) for count in ranks_of(ranks)]
     steps: list[PredictedStep] = []
     for choice in wires_of(wire):
@@ -155,7 +155,7 @@ def _range(word: str) -> list[int]:
     return found if found[-1] == end else [*found, end]
 
 
-def _bucketed(workload: Workload, limit: float, given: "Sequence[Sequence[str]] | None") -> list[list[str]]:
+def bucketed(workload: Workload, limit: float, given: "Sequence[Sequence[str]] | None" = None) -> list[list[str]]:
     """Names of parameters, bucket after bucket, as DistributedDataParallel lays them or as they are given."""
     names = {layer.name for layer in workload.layers}
     if given is not None:

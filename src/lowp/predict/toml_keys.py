@@ -55,6 +55,12 @@ class TomlKeys:
         self._check(key, value, **bounds)
         return float(value)
 
+    def flag(self, key: str) -> bool:
+        value = self.take(key, False)
+        if not isinstance(value, bool):
+            raise self.wrong(key, f"{value!r} is neither true nor false")
+        return value
+
     def whole(self, key: str, default: Any = _MISSING, least: int = 0) -> Any:
         """A whole number, or the default None."""
         value = self.take(key, default)

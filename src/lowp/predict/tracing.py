@@ -29,9 +29,9 @@ class CannotTrace(ValueError):
 
 @dataclass
 class _Counter(TorchDispatchMode):
-    """Counts what runs inside. In forward, an operation belongs to the parameter that was last used."""
+    """Counts what runs inside. In forward, an operation belongs to the module whose parameters were last used."""
 
-    names: dict[int, str]  # of parameters, by identity
+    names: dict[int, str]  # the first parameter of the same module, by a parameter's identity
     total: Work = Work()  # noqa: RUF009  # frozen
     forward: dict[str, Work] = field(default_factory=dict)
     current: str = ""
@@ -93,7 +93,8 @@ def traced(name: str, model: nn.Module, inputs: Any, unit: str = "sample") -> Wo
     parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise CannotTrace(f"model {name}: it has no parameter that takes a gradient")
-    counter = _Counter({id(parameter): key for key, parameter in parameters.items()})
+    first_of = {key.rpartition(".")[0]: key for key in reversed(parameters)}
+    counter = _Counter({id(parameter): first_of[key.rpartition(".")[0]] for key, parameter in parameters.items()})
     ready: dict[str, Work] = {}
 
     def note(key: str) -> Callable[[Tensor], None]:

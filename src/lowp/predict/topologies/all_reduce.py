@@ -56,15 +56,15 @@ def _inside(rank: int, arrangement: Arrangement) -> int:
 
 
 def tree_pattern(arrangement: Arrangement) -> Pattern:
-    """In units of the whole message: of every round of a phase a rank sends its part of it."""
-    rounds = []
-    for stage in (Stage.PARTIAL, Stage.TOTAL):
-        below = 1  # ranks of a group that is one member at this level
-        for at, size in enumerate(arrangement.sizes):
-            members = size // below
-            chain = at == 0 and arrangement.levels[0].ranks is not None
-            depth = members - 1 if chain else (members - 1).bit_length()
-            if depth:
-                rounds.append(Round(depth, stage, (), even(arrangement, (at, 1, 1 / (below * depth)))))
-            below = size
-    return Pattern(1, tuple(rounds))
+    """In units of the whole message: slices follow each other, so that all levels carry theirs at the same time. As many rounds
+    as hops on the longest way; in each of them a rank sends its part of the message."""
+    hops: dict[int, tuple[int, int]] = {}  # of each level: how many there are, and the ranks that share what goes out
+    below = 1  # ranks of a group that is one member at this level
+    for at, size in enumerate(arrangement.sizes):
+        members = size // below
+        chain = at == 0 and arrangement.levels[0].ranks is not None
+        hops[at] = (members - 1 if chain else (members - 1).bit_length()), below
+        below = size
+    whole = sum(count for count, _ in hops.values())
+    loads = even(arrangement, *((at, count / whole, 1 / (own * whole)) for at, (count, own) in hops.items() if count))
+    return Pattern(1, tuple(Round(whole, stage, (), loads) for stage in (Stage.PARTIAL, Stage.TOTAL)))

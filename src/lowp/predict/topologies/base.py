@@ -7,8 +7,8 @@ A round takes
 
 - the latency of the links over which messages come: of the slowest that a rank waits for, and of all ranks the mean. (Shards
   travel around a ring independently of each other: one that crosses a slow link meets fast ones before and after it.)
-- and what the busiest link needs: for each rank that sends or receives, level by level, the overhead of its messages and the
-  bytes that its link carries, which are those of all ranks that share it.
+- and what the busiest port needs: for each rank that sends or receives, the overhead of its messages and the bytes that its links
+  carry, which are those of all ranks that share them, on all levels that go through the port.
 """
 
 from abc import ABC, abstractmethod
@@ -119,8 +119,9 @@ def routes(topology: Topology, arrangement: Arrangement) -> tuple[Route, ...]:
 
 def _leg(each: Round, arrangement: Arrangement) -> Leg:
     levels = arrangement.levels
-    loads = {PortLoad(*_load(each.loads[way], rank, arrangement)) for way in (OUT, IN) for rank in range(each.loads.shape[1])}
-    comes = [_comes(each.loads, rank) for rank in range(each.loads.shape[1])]
+    ranks = range(each.loads.shape[1])
+    loads = {load for way in (OUT, IN) for rank in ranks for load in _port_loads(each.loads[way], rank, arrangement)}
+    comes = [_comes(each.loads, rank) for rank in ranks]
 
     def latency_of(length: float) -> float:
         times = [max((levels[at].latency_of(shards * length) for at, shards in ways), default=0.0) for ways in comes]
@@ -128,7 +129,7 @@ def _leg(each: Round, arrangement: Arrangement) -> Leg:
 
     constant = latency_of(0.0)
     varies = any(levels[at].latencies for ways in comes for at, _ in ways)
-    sent = each.loads.sum(2).max((0, 1))
+    sent = each.loads[OUT].sum(1).max(0)
     return Leg(
         each.times,
         each.stage,
@@ -140,15 +141,19 @@ def _leg(each: Round, arrangement: Arrangement) -> Leg:
     )
 
 
-def _load(loads: np.ndarray, rank: int, arrangement: Arrangement) -> tuple[float, float]:
-    """[rank, level, messages or shards] of one direction: the load of one rank, with those that share its links."""
-    overhead = per_byte = 0.0
+def _port_loads(loads: np.ndarray, rank: int, arrangement: Arrangement) -> list[PortLoad]:
+    """[rank, level, messages or shards] of one direction: the loads of a rank's ports, with those that share its links."""
+    found: list[PortLoad] = []
     for at, level in enumerate(arrangement.levels):
         first = rank // level.shared * level.shared
-        overhead += float(loads[rank, at, MESSAGES]) * level.overhead
+        overhead, per_byte = float(loads[rank, at, MESSAGES]) * level.overhead, 0.0
         if loads[rank, at, SHARDS]:
-            per_byte += float(loads[first : first + level.shared, at, SHARDS].sum()) / level.bandwidth
-    return overhead, per_byte
+            per_byte = float(loads[first : first + level.shared, at, SHARDS].sum()) / level.bandwidth
+        if found and not level.separate:
+            overhead, per_byte = found[-1].overhead + overhead, found[-1].per_byte + per_byte
+            found.pop()
+        found.append(PortLoad(overhead, per_byte))
+    return found
 
 
 def _comes(loads: np.ndarray, rank: int) -> list[Arrival]:
