@@ -1,7 +1,7 @@
 """lowp: training neural networks in low precision across many machines.
 
-The public API, and nothing else. `fsdp`, `health`, `optim`, `predict`, `simulation`, `wire` and products of matrices are imported
-when something of them is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
+The public API, and nothing else. `fsdp`, `health`, `optim`, `predict`, `simulation`, `wire` and products of matrices are
+imported when something of them is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
 """A second computation of what a reduction takes: every rank and every message, event by event.
 
 Nothing is shared with predict/topologies but what ranks send (wire/traffic.py). A message takes the sender's way out and the
-receiver's way in for as long as its bytes need, and is there a latency later. A rank sends what it can to whom is free, to the next
-rank first; a tree's root in its own order.
+receiver's way in for as long as its bytes need, and is there a latency later. A rank sends what it can to whom is free, to the
+next rank first; a tree's root in its own order.
 """
 
 import heapq

@@ -120,7 +120,7 @@ def test_files_that_are_none(tmp_path):
         cluster_of(str(tmp_path / "none.toml"))
     with pytest.raises(ClusterError, match="is a directory"):
         cluster_of(tmp_path)
-    with pytest.raises(ClusterError, match="my.toml: line 2, column 5: invalid value"):
+    with pytest.raises(ClusterError, match=r"my.toml: line 2, column 5: invalid value"):
         read("[a]\nb = ?\n", tmp_path)
     with pytest.raises(ClusterError, match="unknown cluster 'dgx-h10'; did you mean 'dgx-h100'"):
         cluster_of("dgx-h10")

@@ -1,5 +1,7 @@
 """Numbers with units: read exactly, written so that they are read again, refused where they could mean two things."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,9 +45,8 @@ def test_units(text, unit, value):
     ],
 )
 def test_what_has_no_unit_or_a_wrong_one(value, unit, said):
-    with pytest.raises(ValueError, match="^.*") as error:
+    with pytest.raises(ValueError, match=re.escape(said)):
         quantity(value, unit)
-    assert said in str(error.value)
 
 
 @given(st.floats(1e-12, 1e15), st.sampled_from([SECONDS, SIZE, RATE, FLOPS]))

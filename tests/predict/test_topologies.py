@@ -139,9 +139,12 @@ def test_two_levels_with_equal_links_are_one(name, shape, latency, bandwidth, ov
     assert there == pytest.approx(here, rel=1e-9)
 
 
+SCALED = ("two_shot", "one_shot", "ring", "tree", "sequential", "hierarchical(8)", "hierarchical(4)", "hierarchical(3)",
+          "hierarchical(8, gather)", "hierarchical(16, leaders)")  # fmt: skip
+
+
 @pytest.mark.parametrize("ranks", [48, 96, 256])
-@pytest.mark.parametrize("name", ["two_shot", "one_shot", "ring", "hierarchical(8)", "hierarchical(4)", "hierarchical(8, gather)",
-                                  "hierarchical(16, leaders)", "hierarchical(3)", "tree", "sequential"])  # fmt: skip
+@pytest.mark.parametrize("name", SCALED)
 def test_what_is_scaled_is_what_would_be_counted(name, ranks):
     """Patterns of many nodes come from those of few: they are the ones that counting all ranks gives."""
     arrangement = nodes(8, between=LinkLevel("network", B, A, shared=4)).arrange(ranks)

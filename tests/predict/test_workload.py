@@ -129,7 +129,8 @@ def test_what_cannot_be_traced_is_named(model, inputs, said):
 def test_models_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_models.py").write_text(
-        "import torch\ndef good():\n    return torch.nn.Linear(3, 2), torch.zeros(5, 3)\ndef bad():\n    return torch.nn.Linear(3, 2)\n"
+        "import torch\ndef good():\n    return torch.nn.Linear(3, 2), torch.zeros(5, 3)\n"
+        "def bad():\n    return torch.nn.Linear(3, 2)\n"
     )
     assert workload_of("own_models:good").parameters == 8
     with pytest.raises(ValueError, match=r"'own_models:bad': it must return the model and an example batch, .* not Linear"):

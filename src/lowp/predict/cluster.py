@@ -7,8 +7,8 @@ racks. A message between two ranks takes the links of the innermost level that b
 - `shared`: how many ranks share a link. All that they send at once shares its bandwidth.
 - `latency`: from sending a message until it is there, beside its bytes. It may grow with the message (`latencies`).
 - `overhead`: what every message costs the rank that sends or receives it. An all-to-all of 1,000 ranks pays it 1,000 times.
-- `separate`: a rank reaches these links past those inside (a network card beside NVLink): both carry messages at the same time. Else
-  what a rank sends on all levels goes through one port, one after the other.
+- `separate`: a rank reaches these links past those inside (a network card beside NVLink): both carry messages at the same time.
+  Else what a rank sends on all levels goes through one port, one after the other.
 
 Ranks of a synchronous step wait for the slowest. The times of their computation are taken as normally distributed with a
 coefficient of variation; the slowest of n is then expected (1 + variation * e(n)) times as slow as the mean, where e(n) is the
@@ -205,7 +205,7 @@ class Cluster:
     name: str
     device: Device
     levels: tuple[LinkLevel, ...]
-    stragglers: Stragglers = Stragglers()  # noqa: RUF009  # frozen
+    stragglers: Stragglers = Stragglers()  # frozen
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -240,7 +240,8 @@ class Cluster:
             sizes.append(level.ranks)
         outer = self.levels[-1]
         raise ValueError(
-            f"ranks: {ranks} need a level of links beyond {outer.name!r}, which joins {outer.ranks}; cluster {self.name} has none"
+            f"ranks: {ranks} need a level of links beyond {outer.name!r}, which joins {outer.ranks}; "
+            f"cluster {self.name} has none"
         )
 
 

@@ -1,8 +1,9 @@
 """How long a codec takes for a number, where nobody has measured it on the device at hand.
 
 CPU: one thread of an AMD EPYC, 2^21 numbers (docs/LOG.md; benchmarks/results/amd-epyc-x2-top-k.md). CUDA: one H200, a bucket of
-25 million numbers in 100 layers (benchmarks/results/nvidia-h200-wire.md), of which 2/5 are taken for encoding, 1/5 for adding and
-2/5 for decoding; other GPUs in proportion to the bandwidth of their memory, which bounds all of this. `lowp calibrate` measures.
+25 million numbers in 100 layers (benchmarks/results/nvidia-h200-wire.md), of which 2/5 are taken for encoding, 1/5 for adding
+and 2/5 for decoding; other GPUs in proportion to the bandwidth of their memory, which bounds all of this. `lowp calibrate`
+measures.
 """
 
 from lowp.formats import BlockFormat

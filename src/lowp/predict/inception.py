@@ -1,7 +1,7 @@
 """Inception-v3 (arXiv 1512.00567), with torchvision's channels. It is only ever built on tensors without memory.
 
-A block is a list of branches that see the same input and whose outputs are joined; a branch is a list of convolutions (each with
-a batch norm and a ReLU) and pools. Branches that fork at their end (in the last two blocks) are blocks within a branch.
+A block is a list of branches that see the same input and whose outputs are joined; a branch is a list of convolutions (each
+with a batch norm and a ReLU) and pools. Branches that fork at their end (in the last two blocks) are blocks within a branch.
 """
 
 import torch

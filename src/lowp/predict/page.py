@@ -20,48 +20,50 @@ from lowp.predict.published_throughput import SERIES, ThroughputRow, bandwidth_r
 
 _HEADING = """# Prediction against what was published
 
-Written by `python -m lowp.predict.page docs/prediction.md`; a test fails when the code says something else. What is modelled, and
-how, is in [DESIGN.md](DESIGN.md). Nothing here was fitted to a figure that it predicts.
+Written by `python -m lowp.predict.page docs/prediction.md`; a test fails when the code says something else. What is modelled,
+and how, is in [the design](../docs/DESIGN.md). Nothing here was fitted to a figure that it predicts.
 """
 _EIGHT_BITS = """## 8-bit approximations for parallelism (arXiv 1511.04561)
 
-The paper's own predictor, from its formulas and inputs: AlexNet on 32 nodes with 3 GPUs each, speed-ups over one GPU, in 32 and in
-8 bits, by sub-batch, published / ours. All 24 agree to .1 in the paper's own digits.
+The paper's own predictor, from its formulas and inputs: AlexNet on 32 nodes with 3 GPUs each, speed-ups over one GPU, in 32 and
+in 8 bits, by sub-batch, published / ours. All 24 agree to .1 in the paper's own digits.
 """
 _CORRECTED = """
-Corrected: the paper lists 8-bit messages of 1/8 of the 32-bit size, where four times fewer bytes are 1/4. With the 32-bit time of a
-quarter of the sub-batch, its 8-bit speed-ups are smaller:
+Corrected: the paper lists 8-bit messages of 1/8 of the 32-bit size, where four times fewer bytes are 1/4. With the 32-bit time
+of a quarter of the sub-batch, its 8-bit speed-ups are smaller:
 """
 _FOUR = """
 On four GPUs (Krizhevsky measured 3.66 in 32 bits with convnet2's kernels):
 """
 _JIA = """## Highly scalable training with mixed precision (arXiv 1807.11205)
 
-Assumed, because the text at hand does not say it: eight P40 on a node, PCIe at 10.2 GB/s, one 100 Gbit/s card for a node at
-85 %, 8 us of latency and 2 us for each message ([p40-100gbe.toml](../src/lowp/predict/clusters/p40-100gbe.toml)); 64 images on a
-GPU; NCCL as a flat ring that reduces tensor by tensor, in float16; the paper's system with gradients in buckets of 25 MB, through
-the nodes' masters, and around a ring from 4 million numbers on. The time of AlexNet's computation is an estimate from FLOP/s. The
-6.6 minutes are from 218 images a second on one GPU, 32 images on each of 2,048, and the reduction through masters.
+Assumed, because the text at hand does not say it: eight P40 on a node, PCIe at 10.2 GB/s, one 100 Gbit/s card for a node at 85
+%, 8 us of latency and 2 us for each message ([p40-100gbe.toml](../src/lowp/predict/clusters/p40-100gbe.toml)); 64 images on a
+GPU; NCCL as a flat ring that reduces tensor by tensor, in float16; the paper's system with gradients in buckets of 25 MB,
+through the nodes' masters, and around a ring from 4 million numbers on. The time of AlexNet's computation is an estimate from
+FLOP/s. The 6.6 minutes are from 218 images a second on one GPU, 32 images on each of 2,048, and the reduction through masters.
 """
 _APS = """## APS on the library's clusters (arXiv 1911.08907)
 
-The settings of the paper's experiments. It has a performance model, whose constants and results could not be had. How many times
-faster a step is with e5m2 and APS than with torch's all-reduce in fp16 and in fp32; of two_shot and hierarchical the faster one. Speeds of
-computation are estimates from FLOP/s. Where a network is fast, compression costs more than it saves.
+The settings of the paper's experiments. It has a performance model, whose constants and results could not be had. How many
+times faster a step is with e5m2 and APS than with torch's all-reduce in fp16 and in fp32; of two_shot and hierarchical the
+faster one. Speeds of computation are estimates from FLOP/s. Where a network is fast, compression costs more than it saves.
 """
 _THROUGHPUT = """## Published throughput
 
 The rate of one GPU is the published one; links are as in the cluster's file, datasheets and assumptions. Where there is a size
-between one GPU and those that are predicted, one number is fitted to it: the seconds that a step on more than one GPU takes beside
-its messages, or, for Horovod, the bandwidth that the network reaches. The best published simulators have errors of 3.7 to 15 %.
+between one GPU and those that are predicted, one number is fitted to it: the seconds that a step on more than one GPU takes
+beside its messages, or, for Horovod, the bandwidth that the network reaches. The best published simulators have errors of 3.7
+to 15 %.
 """
 _MISSES = """
 What misses by more than 5 %, and why:
 """
 _TRIED = """
-Tried first, and not taken: to fit the bandwidth of the innermost links to the same sizes. On the {count} rows that have a size to be
-fitted to, its median error is {tried:.1f} %, with {worst:.0f} % at worst; that of the seconds a step is {taken:.1f} %, with {most:.0f} %
-at worst. Two GPUs lose a few per cent for other reasons than their links. The choice was made with these rows in view.
+Tried first, and not taken: to fit the bandwidth of the innermost links to the same sizes. On the {count} rows that have a size
+to be fitted to, its median error is {tried:.1f} %, with {worst:.0f} % at worst; that of the seconds a step is {taken:.1f} %,
+with {most:.0f} % at worst. Two GPUs lose a few per cent for other reasons than their links. The choice was made with these rows
+in view.
 """
 _LEFT_OUT = """
 Not predicted: MLPerf's .183 minutes on 3,584 H100, whose batch and epochs could not be had.

@@ -1,8 +1,8 @@
 """What papers and benchmarks have published, and what this layer says about it.
 
 Two kinds: the papers' own predictors, repeated from their formulas (1511.04561, the steps of 1807.11205); and figures that were
-measured, predicted from inputs that do not contain them. docs/prediction.md shows all of it, written by page.py. Nothing here is
-fitted to what is predicted: what was fitted, and to which smaller size, is said beside every row (published_throughput.py).
+measured, predicted from inputs that do not contain them. docs/prediction.md shows all of it, written by page.py. Nothing here
+is fitted to what is predicted: what was fitted, and to which smaller size, is said beside every row (published_throughput.py).
 """
 
 from dataclasses import dataclass, replace
@@ -84,7 +84,8 @@ def eight_bit_figures() -> list[PublishedFigure]:
 def eight_bit_corrected() -> list[PublishedFigure]:
     """The paper has 8-bit messages of an eighth of the 32-bit size, where four times fewer bytes are a quarter.
 
-    A message in 8 bits takes what one in 32 bits takes for a quarter of the sub-batch. "Published" is this project's own reading.
+    A message in 8 bits takes what one in 32 bits takes for a quarter of the sub-batch. "Published" is this project's own
+    reading.
     """
     found = []
     for sub_batch, figures in CORRECTED.items():
@@ -185,8 +186,8 @@ def aps_speedups() -> list[ApsSpeedup]:
             wires = ("fp32", "fp16", "e5m2/aps", "e5m2/aps@hierarchical")
             steps = {step.wire: step for step in predict(model, cluster, wires, ranks, batch=batch).steps}
             best = min(steps["e5m2/aps"], steps["e5m2/aps@hierarchical"], key=lambda step: step.step)
-            ratios = (steps[other].step / best.step for other in ("fp16", "fp32"))
-            found.append(ApsSpeedup(model, name, ranks, *ratios, best.reduction))
+            half, whole = (steps[other].step / best.step for other in ("fp16", "fp32"))
+            found.append(ApsSpeedup(model, name, ranks, half, whole, best.reduction))
     return found
 
 

@@ -1,14 +1,16 @@
 """Published throughput: fitted on the smallest sizes of a series, predicted for the others.
 
-1. The rate of one GPU is the published one. Links and their latencies are those of the cluster's file: datasheets and assumptions.
+1. The rate of one GPU is the published one. Links and their latencies are those of the cluster's file: datasheets and
+   assumptions.
 2. Where a series has a size between one GPU and those that are predicted, one number is fitted to it: `step_overhead`, the
-   seconds that a step on more than one GPU takes beside its messages. For Horovod's figures, which begin with 128 GPUs, it is the
-   bandwidth that the network reaches.
+   seconds that a step on more than one GPU takes beside its messages. For Horovod's figures, which begin with 128 GPUs, it is
+   the bandwidth that the network reaches.
 3. Everything else is predicted. No figure of a predicted size is used.
 
 What was tried first is kept beside it (`bandwidth_rows`): the bandwidth of the innermost links, fitted to the same sizes. From
-the few per cent that two GPUs lose it infers links of a twentieth of their nominal speed, and is wrong by 20 % on four. The choice
-between the two was made with these rows in view, so that they are no proof of it; the sizes of the errors are what they are.
+the few per cent that two GPUs lose it infers links of a twentieth of their nominal speed, and is wrong by 20 % on four. The
+choice between the two was made with these rows in view, so that they are no proof of it; the sizes of the errors are what they
+are.
 
 The best published simulators have errors of 3.7 to 15 %.
 """
@@ -17,7 +19,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lowp.predict.architectures import workload_of
 from lowp.predict.cluster import Cluster
 from lowp.predict.cluster_file import cluster_of
 from lowp.predict.prediction import predict
@@ -108,8 +109,9 @@ class Series:
 _DGX, _EC2, _NVIDIA = "TensorFlow, DGX-1 P100", "TensorFlow, EC2 K80", "NVIDIA, ResNet-50 v1.5"
 _SHARED = "the loss grows faster than a ring's bytes: 8 GPUs share links that 2 do not, and a fit to 2 cannot see it"
 _SERVERS = "parameter servers ran on the processors of the workers' machines, as the source says: their time is not modelled"
-# What each series ran on is in its source: parameter servers or NCCL's rings in a DGX-1; on EC2 gradients were added inside each
-# server first and then exchanged between servers, each of which kept its share: the exchange of a torus whose rows are servers.
+# What each series ran on is in its source: parameter servers or NCCL's rings in a DGX-1; on EC2 gradients were added inside
+# each server first and then exchanged between servers, each of which kept its share: the exchange of a torus whose rows are
+# servers.
 SERIES = (
     Series(_DGX, "dgx1-p100", "resnet50", 64, "fp32@parameter_server", {1: 219, 2: 422, 4: 852, 8: 1734}, {}),
     Series(
@@ -168,8 +170,8 @@ def mlperf_rows() -> list[ThroughputRow]:
     """Minutes of NVIDIA's runs of ResNet-50 on H100, MLPerf 3.0.
 
     The logs say the batch of a GPU (400 on 8 GPUs, 50 on 64, 40 on 512, 42 on 768), the epochs (35, 35, 50, 56) and, for 8 and
-    64, images a second: 56,060 and 294,400. The time of a step that does not depend on its batch, and the rest for each image, are
-    fitted to these two. For 3,584 GPUs the logs could not be had, and without a batch there is nothing to predict.
+    64, images a second: 56,060 and 294,400. The time of a step that does not depend on its batch, and the rest for each image,
+    are fitted to these two. For 3,584 GPUs the logs could not be had, and without a batch there is nothing to predict.
     """
     sizes = {8: (400, 56060.0), 64: (50, 294400.0)}
     cluster = cluster_of("dgx-h100")

@@ -1,7 +1,7 @@
 """Numbers with units, as text: "100 Gbit/s", "5 us", "141 GB".
 
-A plain number is refused wherever it could mean two things: 100 may be gigabits or megabytes. Prefixes are decimal (kB, MB, GB);
-KiB, MiB and GiB are powers of two. `b` alone is refused, because it may be a bit or a byte.
+A plain number is refused wherever it could mean two things: 100 may be gigabits or megabytes. Prefixes are decimal (kB, MB,
+GB); KiB, MiB and GiB are powers of two. `b` alone is refused, because it may be a bit or a byte.
 """
 
 import math

@@ -4,10 +4,10 @@
     processor                 encode 1    encode 2  fold 1  ...          decode n |
     link                              chunk 1   chunk 2   chunk 1 ...
 
-1. A bucket is ready with the last of its gradients. Its chunks then go through their steps: work of the processor, messages, work,
-   messages, work. Chunks of all buckets share one processor and one link; each takes what became ready first.
-2. At most `depth` chunks are under way: 8 on a CPU, where one thread runs them all; 1 on CUDA, where they follow each other on a
-   stream, and for torch's own collectives.
+1. A bucket is ready with the last of its gradients. Its chunks then go through their steps: work of the processor, messages,
+   work, messages, work. Chunks of all buckets share one processor and one link; each takes what became ready first.
+2. At most `depth` chunks are under way: 8 on a CPU, where one thread runs them all; 1 on CUDA, where they follow each other on
+   a stream, and for torch's own collectives.
 3. What encodes and decodes takes its time from the computation, but for the share that runs beside it.
 4. The link is taken while bytes leave. On a CPU others may use it while messages are on their way (`latency`); a stream waits.
 """
@@ -26,8 +26,9 @@ Span = tuple[float, float]
 class StepTimes:
     """Where the seconds of a step go. `compute + encode + decode + exposed + idle` is the whole step.
 
-    `encode` and `decode` (with the additions) are what is not hidden behind the computation. `exposed` is when nobody computes or codes, and messages are awaited; `hidden` is when the link is taken meanwhile. `idle` is
-    waiting for slower ranks, and for the framework.
+    `encode` and `decode` (with the additions) are what is not hidden behind the computation. `exposed` is when nobody computes
+    or codes, and messages are awaited; `hidden` is when the link is taken meanwhile. `idle` is waiting for slower ranks, and
+    for the framework.
     """
 
     compute: float
@@ -66,7 +67,7 @@ class _Lane:
 
 
 @dataclass
-class _Run:
+class _StepRun:
     """One step, event by event, in the order in which they can begin.
 
     What the processor does while the computation goes on delays the computation by `stealing` times as much, and with it all
@@ -130,7 +131,7 @@ def step_times(compute: float, jobs: Sequence[BucketJob], depth: int, beside: fl
 
     `streamed`: the link waits for messages to arrive before it takes the next ones.
     """
-    step = _Run(compute, 1 - beside, streamed)
+    step = _StepRun(compute, 1 - beside, streamed)
     step.run(jobs, depth)
     after = [span for span in step.link.spans if span[1] > step.computed]
     unhidden = sum(until - max(begin, step.computed) for begin, until in after) - _overlap(after, step)
@@ -140,7 +141,7 @@ def step_times(compute: float, jobs: Sequence[BucketJob], depth: int, beside: fl
     return StepTimes(compute, encode, decode, exposed, max(0.0, travels - unhidden), 0.0)
 
 
-def _overlap(links: list[Span], step: _Run) -> float:
+def _overlap(links: list[Span], step: _StepRun) -> float:
     """Seconds after the computation in which the link and the processor are both busy."""
     found, works = 0.0, [span for span in step.processor.spans if span[1] > step.computed]
     number = 0

@@ -1,8 +1,8 @@
 """A workload: what one step of a model computes, parameter by parameter, and how long that takes on a device.
 
-A layer is one parameter's gradient, as on the wire. `forward` is the work from the first use of a module's parameters to that of the
-next module's, and stands with the module's first parameter. `backward` is the work from the gradient that was ready before to its
-own. `turn` is its place in the order in which gradients are ready.
+A layer is one parameter's gradient, as on the wire. `forward` is the work from the first use of a module's parameters to that
+of the next module's, and stands with the module's first parameter. `backward` is the work from the gradient that was ready
+before to its own. `turn` is its place in the order in which gradients are ready.
 
 Seconds come from the device, in this order: as measured (`times`), from samples a second (`samples`), from FLOP/s and memory
 bandwidth. The first two say how long the whole takes. It is then shared among layers by the work that they do.
@@ -14,7 +14,8 @@ from functools import cached_property
 
 from lowp.predict.cluster import Device, ModelTimes
 
-# Where a device does not say how fast it is, layers share a step's time as on a device of this balance (an A100's, in practice).
+# Where a device does not say how fast it is, layers share a step's time as on a device of this balance (an A100's, in
+# practice).
 _FLOPS, _BANDWIDTH = 1.2e14, 1.3e12
 
 

@@ -213,24 +213,25 @@ class MarkedRules(LengthRules):
         return super().fold_messages(messages, shard, stage, actors, out)
 
 
+@dataclass
 class MarkedJob(LengthJob):
-    """A chunk without numbers, whose rules count."""
+    """A chunk without numbers, which counts as its rules do."""
 
-    rules: MarkedRules
+    work: Counter[tuple[str, Stage]] = field(default_factory=Counter)
 
     def write_own(self, messages: Messages, indices: Sequence[int], stage: Stage, out: Tensor) -> None:
-        self.rules.work["encode", stage] += len(indices)
+        self.work["encode", stage] += len(indices)
 
     def fold(self, received: Tensor, indices: Sequence[int], stage: Stage, actors: Sequence[int]) -> dict[int, Load]:
-        self.rules.work["add", stage] += len(received) * len(indices)
+        self.work["add", stage] += len(received) * len(indices)
         return super().fold(received, indices, stage, actors)
 
     def finish(self, totals: Rooms) -> None:
         length = max(totals.lengths)
-        self.rules.work["decode", _parcel(0, length).stage] += len(totals.lengths)
+        self.work["decode", _parcel(0, length).stage] += len(totals.lengths)
 
     def finish_sum(self, received: Tensor, actors: Iterable[int]) -> None:
-        self.rules.work["add", Stage.ADDEND] += len(received)
+        self.work["add", Stage.ADDEND] += len(received)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -242,7 +243,7 @@ def waits_of(reduction: Reduction, rank: int, world: int, kahan: bool = False) -
     rules = MarkedRules(world, Domain.WIRE, kahan=kahan, rank=rank, addends=reduction.addends(world))
     link = RoundsLink(rank, world)
     numbers = torch.empty(chunk.size, device=_NOWHERE)
-    job: Any = MarkedJob(chunk, numbers, numbers, rules, link)  # type: ignore[arg-type]  # it takes a ChunkLink's place
+    job = MarkedJob(chunk, numbers, numbers, rules, link, work=rules.work)  # type: ignore[arg-type]  # in a ChunkLink's place
     found: list[Wait] = []
 
     def noted() -> None:

@@ -1,4 +1,4 @@
-"""The registry of topologies. A new one is a file here and an entry in TOPOLOGIES; every reduction of the wire is one already."""
+"""The registry of topologies. A new one is a file here and an entry in TOPOLOGIES; every reduction of the wire is one."""
 
 from lowp.names import did_you_mean
 from lowp.predict.topologies.all_reduce import AllReduce
@@ -21,8 +21,8 @@ TOPOLOGIES: tuple[Topology, ...] = (
     ParameterServer(),
 )
 _NAMES = (
-    "all_reduce, all_reduce(ring), all_reduce(tree), two_shot, one_shot, ring, tree, sequential, hierarchical, hierarchical(k), hierarchical(k, gather), "
-    "hierarchical(k, leaders), hybrid, halving_doubling, torus or parameter_server"
+    "all_reduce, all_reduce(ring), all_reduce(tree), two_shot, one_shot, ring, tree, sequential, hierarchical, "
+    "hierarchical(k), hierarchical(k, gather), hierarchical(k, leaders), hybrid, halving_doubling, torus or parameter_server"
 )
 
 

@@ -1,10 +1,11 @@
 """torch's own all-reduce, as NCCL does it: along rings or up and down trees, whichever is faster for the message.
 
 Rings: every link out of a node has a ring of its own, which carries its part of the message, so that all of them are used. In a
-round a rank passes one shard on: on the ring that leaves the node at this rank, to the next node, on all others to its neighbour.
+round a rank passes one shard on: on the ring that leaves the node at this rank, to the next node, on all others to its
+neighbour.
 
-Trees: inside a node a chain, between nodes two binary trees over half of the message each, so that every node is a leaf in
-one of them. Messages are cut into slices that follow each other, so that a rank sends each byte once on the way up and once on the
+Trees: inside a node a chain, between nodes two binary trees over half of the message each, so that every node is a leaf in one
+of them. Messages are cut into slices that follow each other, so that a rank sends each byte once on the way up and once on the
 way down; what grows with the number of nodes is the latency alone. (NCCL 2.4, "double binary trees".)
 """
 

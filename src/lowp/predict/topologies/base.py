@@ -7,8 +7,8 @@ A round takes
 
 - the latency of the links over which messages come: of the slowest that a rank waits for, and of all ranks the mean. (Shards
   travel around a ring independently of each other: one that crosses a slow link meets fast ones before and after it.)
-- and what the busiest port needs: for each rank that sends or receives, the overhead of its messages and the bytes that its links
-  carry, which are those of all ranks that share them, on all levels that go through the port.
+- and what the busiest port needs: for each rank that sends or receives, the overhead of its messages and the bytes that its
+  links carry, which are those of all ranks that share them, on all levels that go through the port.
 """
 
 from abc import ABC, abstractmethod

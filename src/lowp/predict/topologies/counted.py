@@ -1,8 +1,9 @@
 """lowp's own reductions: their rounds are counted by running them (wire/traffic.py), not stated again.
 
-Counting thousands of ranks one by one would take seconds. But nodes are alike: with every further node, the numbers of rounds, of
-messages and of shards grow by the same. So a reduction is counted on 3, 4 and 5 nodes, and what grew evenly goes on growing; where
-something does not, and for trees, whose rounds grow with the logarithm, the ranks that are asked for are counted themselves.
+Counting thousands of ranks one by one would take seconds. But nodes are alike: with every further node, the numbers of rounds,
+of messages and of shards grow by the same. So a reduction is counted on 3, 4 and 5 nodes, and what grew evenly goes on growing;
+where something does not, and for trees, whose rounds grow with the logarithm, the ranks that are asked for are counted
+themselves.
 
 Which ranks are counted: where all ranks wait equally often, those of one node, round by round side by side. Where some wait for
 others (trees, leaders of nodes), rank 0, which is the root, and on the longest way.

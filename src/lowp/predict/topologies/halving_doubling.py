@@ -1,7 +1,7 @@
 """Recursive halving and doubling: few rounds, and no more bytes than a ring (Rabenseifner; Thakur and others, 2005).
 
-1. In round j = 1, 2, ... log2(P), ranks at distance 2^(j-1) exchange and add halves of what they still have: n / 2^j. The largest
-   messages stay between neighbours.
+1. In round j = 1, 2, ... log2(P), ranks at distance 2^(j-1) exchange and add halves of what they still have: n / 2^j. The
+   largest messages stay between neighbours.
 2. The same back, with the sums.
 
 Where P is no power of two, the ranks beyond the last one give their numbers to a partner first, and get the sum at the end.

@@ -1,4 +1,4 @@
-"""A torus of two dimensions: rings along rows, then along columns (Mikami and others, arXiv 1811.05233; Ying and others, 1811.06992).
+"""A torus of two dimensions: rings along rows, then along columns (arXiv 1811.05233, 1811.06992).
 
 1. Every row adds up: each of its R ranks has 1 / R of the row's sum after R - 1 rounds.
 2. Every column all-reduces that part around a ring of C ranks, in 2 (C - 1) rounds.
