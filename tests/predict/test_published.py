@@ -57,6 +57,11 @@ def test_published_throughput(rows):
     assert all(row.why for row in rows if abs(row.error) > 0.05), "every miss is explained"
 
 
+def test_the_readme_has_the_same_median(rows):
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    assert f"the median error of {len(rows)} figures\nis {100 * median_error(rows):.1f} %" in readme
+
+
 def test_nothing_is_fitted_to_what_it_predicts(rows):
     """Other figures of the sizes that are predicted change no prediction."""
     series = SERIES[0]

@@ -1,9 +1,9 @@
 """How long a codec takes for a number, where nobody has measured it on the device at hand.
 
 CPU: one thread of an AMD EPYC, 2^21 numbers (docs/LOG.md; benchmarks/results/amd-epyc-x2-top-k.md). CUDA: one H200, a bucket of
-25 million numbers in 100 layers (benchmarks/results/nvidia-h200-wire.md), of which 2/5 are taken for encoding, 1/5 for adding
-and 2/5 for decoding; other GPUs in proportion to the bandwidth of their memory, which bounds all of this. `lowp calibrate`
-measures.
+25 million numbers in 100 layers (benchmarks/results/nvidia-h200-wire.md): of its time 3/10 each are taken for encoding, for
+encoding the sum and for decoding, 1/10 for adding; other GPUs in proportion to the bandwidth of their memory, which bounds all
+of this. A cluster's file may have speeds that were measured (`[codecs."e5m2/aps"]`).
 """
 
 from lowp.formats import BlockFormat
@@ -25,7 +25,7 @@ def _cpu(encode: float, add: float, decode: float) -> CodecSpeed:
 
 def _cuda(total: float) -> CodecSpeed:
     """Picoseconds a number for an encoding, an addition, the encoding of the sum and a decoding."""
-    return CodecSpeed(0.3 * total * _PS, 0.2 * total * _PS, 0.3 * total * _PS)
+    return CodecSpeed(0.3 * total * _PS, 0.1 * total * _PS, 0.3 * total * _PS)
 
 
 # By kind of codec, as `_kind` names it.

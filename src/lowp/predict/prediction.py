@@ -10,12 +10,12 @@ import torch
 
 from lowp.names import matches_nothing
 from lowp.predict.architectures import usual_batch, workload_of
-from lowp.predict.cluster import Arrangement, Cluster
+from lowp.predict.cluster import Arrangement, Cluster, Device
 from lowp.predict.cluster_file import cluster_of
 from lowp.predict.exchange_cost import ChunkCost, bucket_costs
 from lowp.predict.memory_needs import MemoryNeeds, TrainingFormats, memory_needs
 from lowp.predict.timeline import BucketJob, StepTimes, step_times
-from lowp.predict.wires import WireChoice, wires_of
+from lowp.predict.wires import WireChoice, wire_of, wires_of
 from lowp.predict.workload import StepCompute, Workload
 from lowp.train.exchange.base import buckets_of
 from lowp.wire.chunk_scheduler import DEPTH
@@ -126,6 +126,21 @@ def predict(
     return Prediction(workload, machine, tuple(steps))
 
 
+def predict_collective(numbers: int, cluster: "str | Path | Cluster", wire: "str | WireChoice", ranks: int) -> StepTimes:
+    """One reduction of so many numbers, alone, as `lowp.all_reduce` or `dist.all_reduce` would do it."""
+    machine, choice = cluster_of(cluster), wire_of(wire)
+    bucket = Parameters({"numbers": torch.Size([numbers])}, choice.settings).bucket(["numbers"], 0)
+    costs = bucket_costs(bucket, choice, machine.arrange(ranks), machine.device) if ranks > 1 else []
+    depth, streamed = under_way(machine.device, choice)
+    return step_times(0.0, [BucketJob(0.0, tuple(costs))], depth, machine.device.beside, streamed)
+
+
+def under_way(device: Device, wire: WireChoice) -> tuple[int, bool]:
+    """How many chunks may be under way at once; and whether they follow each other on a stream, which waits for messages."""
+    streamed = device.kind == "cuda"
+    return 1 if streamed else _GLOO_THREADS if wire.plain else DEPTH, streamed
+
+
 def ranks_of(ranks: "int | str | Iterable[int]") -> tuple[int, ...]:
     """Numbers of ranks: 8; "1:4096", doubling; "8,64,512"; or several of these."""
     if isinstance(ranks, str):
@@ -201,11 +216,10 @@ class _Scene:
     def predicted(self, wire: WireChoice, laid: list[Bucket], arrangement: Arrangement) -> PredictedStep:
         ranks, device = arrangement.ranks, self.cluster.device
         costs = [bucket_costs(bucket, wire, arrangement, device) if ranks > 1 else [] for bucket in laid]
-        streamed = device.kind == "cuda"
-        depth = 1 if streamed else _GLOO_THREADS if wire.plain else DEPTH
+        depth, streamed = under_way(device, wire)
         times = self._times(costs, ranks, depth, streamed)
         chunks = [chunk for own in costs for chunk in own]
-        memory = memory_needs(self.workload, self.batch, self.formats, _under_way(chunks, depth))
+        memory = memory_needs(self.workload, self.batch, self.formats, _message_bytes(chunks, depth))
         throughput = ranks * self.batch / times.step
         return PredictedStep(
             self.workload.name, self.cluster.name, wire.text, str(wire.topology(arrangement.node)), ranks, self.batch, times,
@@ -224,6 +238,6 @@ class _Scene:
         return replace(times, compute=compute, idle=compute * (slowest - 1) + overhead)
 
 
-def _under_way(chunks: list[ChunkCost], depth: int) -> float:
+def _message_bytes(chunks: list[ChunkCost], depth: int) -> float:
     """Bytes of messages that are there at once: sent and received, of the largest chunks."""
     return sum(2 * size for size in sorted((chunk.bytes_sent for chunk in chunks), reverse=True)[:depth])
