@@ -16,9 +16,17 @@ from benchmarks.links.clock import Clock
 from benchmarks.links.collective import collectives
 from benchmarks.links.ddp_step import ddp_steps
 from benchmarks.links.model_steps import fsdp_steps, model_steps
+from benchmarks.predict.steps import predicted_steps
 
 CALL_TIMEOUT = timedelta(minutes=5)
-KINDS = {"collective": collectives, "ddp": ddp_steps, "model": model_steps, "fsdp": fsdp_steps, "bucket": buckets}
+KINDS = {
+    "collective": collectives,
+    "ddp": ddp_steps,
+    "model": model_steps,
+    "fsdp": fsdp_steps,
+    "bucket": buckets,
+    "predicted": predicted_steps,
+}
 
 
 def main(plan_path: str, result_path: str) -> None:

@@ -33,6 +33,7 @@ class Architecture:
     batch: int
     unit: str
     what: str
+    classes: int = 1000
 
     @property
     def example(self) -> Tensor:
@@ -42,7 +43,7 @@ class Architecture:
 
 def _of_recipes(name: str, shape: tuple[int, ...], classes: int, batch: int, what: str, **options: Any) -> Architecture:
     unit = "image" if len(shape) > 1 else "text"
-    return Architecture(partial(MODELS[name], shape, classes, **options), shape, batch, unit, what)
+    return Architecture(partial(MODELS[name], shape, classes, **options), shape, batch, unit, what, classes)
 
 
 def _gpt2(width: int, layers: int, heads: int, batch: int) -> Architecture:
@@ -108,9 +109,13 @@ def workload_of(model: "str | nn.Module | Workload", inputs: Any = None) -> Work
     if is_plugin(model):
         return _from_function(model)
     if model not in ARCHITECTURES:
-        hint = did_you_mean(model, ARCHITECTURES, f"there are {', '.join(ARCHITECTURES)}, and module:function")
-        raise ValueError(f"unknown model {model!r}; {hint}")
+        raise unknown_model(model)
     return _named(model)
+
+
+def unknown_model(name: str) -> ValueError:
+    hint = did_you_mean(name, ARCHITECTURES, f"there are {', '.join(ARCHITECTURES)}, and module:function")
+    return ValueError(f"unknown model {name!r}; {hint}")
 
 
 @lru_cache(maxsize=64)
@@ -126,8 +131,18 @@ def usual_batch(model: str) -> int:
 
 
 def _from_function(name: str) -> Workload:
+    model, inputs, _ = from_function(name)
+    return traced(name, model, inputs)
+
+
+def from_function(name: str) -> tuple[nn.Module, Any, "Callable[[Any], Tensor] | None"]:
+    """What a user's `module:function` returns: the model, an example batch, and the loss, if it has one."""
     made = load_plugin(name, "model")()
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         what = type(made[0]).__name__ if isinstance(made, tuple) and made else type(made).__name__
         raise CannotTrace(f"model {name!r}: it must return the model and an example batch, (nn.Module, inputs), not {what}")
-    return traced(name, *made)
+    model, inputs, *loss = made
+    if loss and not callable(loss[0]):
+        what = type(loss[0]).__name__
+        raise CannotTrace(f"model {name!r}: what it returns third is the loss, a function of outputs, not {what}")
+    return model, inputs, loss[0] if loss else None

@@ -7,6 +7,9 @@ racks. A message between two ranks takes the links of the innermost level that b
 - `shared`: how many ranks share a link. All that they send at once shares its bandwidth.
 - `latency`: from sending a message until it is there, beside its bytes. It may grow with the message (`latencies`).
 - `overhead`: what every message costs the rank that sends or receives it. An all-to-all of 1,000 ranks pays it 1,000 times.
+- `burst`: bytes that pass at once after a pause, as a token bucket lets them: shaped links and cloud instances have one.
+- `processor`: seconds that the computation of a rank loses for each byte that the rank sends, where the network's work is done
+  by the processors that compute. (As many bytes are received meanwhile.)
 - `separate`: a rank reaches these links past those inside (a network card beside NVLink): both carry messages at the same time.
   Else what a rank sends on all levels goes through one port, one after the other.
 
@@ -38,10 +41,12 @@ class LinkLevel:
     shared: int = 1
     separate: bool = False
     latencies: tuple[tuple[float, float], ...] = ()  # (bytes of a message, seconds), ascending; empty: `latency` for all
+    burst: float = 0.0
+    processor: float = 0.0
 
     def __post_init__(self) -> None:
         _positive(self, "bandwidth")
-        for name in ("latency", "overhead"):
+        for name in ("latency", "overhead", "burst", "processor"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name):g} must be at least 0")
         for name in ("ranks", "shared"):
@@ -81,13 +86,15 @@ class CodecSpeed:
 class ModelTimes:
     """A model as it was measured on a device: seconds of forward and backward for a batch.
 
-    `layers`: seconds of backward from one gradient to the next, by parameter, where that was measured.
+    `layers`: seconds of backward from one gradient to the next, by parameter, where that was measured. `overhead`: what a step
+    takes more on several ranks, beside its messages: DistributedDataParallel's copies and hooks.
     """
 
     batch: int
     forward: float
     backward: float
     layers: Mapping[str, float] = field(default_factory=dict)
+    overhead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,8 @@ class Device:
     from `flops` and `bandwidth`, both as they are reached in practice. `codecs` are speeds that were measured here; without,
     those of a device of this kind count (codec_speed.py). `beside`: the share of encoding and decoding that runs beside the
     computation, on processors that would be idle; the rest takes its time from the computation. `step_overhead`: what every
-    step on more than one rank takes beside its messages: the framework's hooks, launches and barriers.
+    step on more than one rank takes beside its messages: the framework's hooks, launches and barriers. `chunk_overhead`: what
+    every chunk that is compressed takes of the host beside its numbers and messages; None: as usual on such a device.
     """
 
     name: str
@@ -111,6 +119,7 @@ class Device:
     codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
     beside: float = 0.0
     step_overhead: float = 0.0
+    chunk_overhead: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -118,8 +127,9 @@ class Device:
         for name in ("memory", "bandwidth", "flops"):
             if getattr(self, name) is not None:
                 _positive(self, name)
-        if not 0 <= self.step_overhead < math.inf:
-            raise ValueError(f"step_overhead: {self.step_overhead:g} must be at least 0")
+        for name in ("step_overhead", "chunk_overhead"):
+            if not 0 <= (getattr(self, name) or 0.0) < math.inf:
+                raise ValueError(f"{name}: {getattr(self, name):g} must be at least 0")
         if not 0 <= self.beside <= 1:
             raise ValueError(f"beside: {self.beside:g} must be from 0 to 1")
         for model, points in self.samples.items():
@@ -193,7 +203,12 @@ class Arrangement:
     def alike(self) -> int:
         """After so many ranks everything repeats: nodes are alike, and so are ranks that share a link."""
         inner = self.sizes[-2] if len(self.sizes) > 1 else 1
-        return min(self.ranks, max(inner, *(level.shared for level in self.levels)))
+        return min(self.ranks, max([inner, *(level.shared for level in self.levels)]))
+
+    @property
+    def burst(self) -> float:
+        """Seconds of the outermost links' work that are done at once after a pause."""
+        return self.levels[-1].burst / self.levels[-1].bandwidth if self.levels else 0.0
 
     def level(self, rank: int, other: int) -> int:
         """The innermost level that joins two ranks."""
@@ -202,6 +217,8 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Cluster:
+    """Without levels it is one device, and has no links."""
+
     name: str
     device: Device
     levels: tuple[LinkLevel, ...]
@@ -209,8 +226,6 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if not self.levels:
-            raise ValueError("levels: there is none; a cluster has at least one level of links")
         inner: LinkLevel | None = None
         for number, level in enumerate(self.levels):
             last = number == len(self.levels) - 1
@@ -238,6 +253,10 @@ class Cluster:
             if level.ranks is None or ranks <= level.ranks:
                 return Arrangement(tuple(levels), (*sizes, ranks))
             sizes.append(level.ranks)
+        if ranks == 1:
+            return Arrangement((), (1,))
+        if not self.levels:
+            raise ValueError(f"ranks: {ranks} need links, and cluster {self.name} has no level of them ([[levels]])")
         outer = self.levels[-1]
         raise ValueError(
             f"ranks: {ranks} need a level of links beyond {outer.name!r}, which joins {outer.ranks}; "

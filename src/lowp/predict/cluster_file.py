@@ -24,6 +24,8 @@
     efficiency = 0.9                    # of the bandwidth
     latency = "5 us"
     overhead = "1 us"
+    burst = "64 kB"                     # passes at once after a pause
+    processor = "0.5 ns"                # that computation loses for each byte sent, where it shares processors with the network
     shared = 4                          # ranks that share a link
     separate = true                     # from the links of the levels inside: both carry at once
 
@@ -93,7 +95,7 @@ def cluster_from(document: Mapping[str, Any], source: str = "cluster", default_n
     name, where_from = top.text("name", default_name), top.text("source", "")
     with _at(source, "device"):
         device = _device(top.table("device"), top.table("codecs", {}))
-    tables = top.tables("levels")
+    tables = top.tables("levels", [])
     levels = []
     for number, keys in enumerate(tables):
         with _at(source, f"levels[{number}]"):
@@ -122,6 +124,7 @@ def _device(keys: "TomlKeys", codecs: "TomlKeys") -> Device:
         speeds,
         keys.number("beside", 0.0, least=0, most=1),
         keys.quantity("step_overhead", SECONDS, 0.0),
+        keys.quantity("chunk_overhead", SECONDS, None),
     )
     keys.end()
     return device
@@ -140,7 +143,11 @@ def _points(model: str, value: Any, keys: "TomlKeys") -> tuple[tuple[int, float]
 def _times(keys: "TomlKeys") -> ModelTimes:
     layers = {name: keys.number_of(f"layers.{name}", value, SECONDS) for name, value in keys.mapping("layers").items()}
     times = ModelTimes(
-        keys.whole("batch", least=1), keys.quantity("forward", SECONDS), keys.quantity("backward", SECONDS), layers
+        keys.whole("batch", least=1),
+        keys.quantity("forward", SECONDS),
+        keys.quantity("backward", SECONDS),
+        layers,
+        keys.quantity("overhead", SECONDS, 0.0),
     )
     keys.end()
     return times
@@ -170,6 +177,8 @@ def _level(keys: "TomlKeys") -> LinkLevel:
         keys.whole("shared", 1, least=1),
         keys.flag("separate"),
         latencies,
+        keys.quantity("burst", SIZE, 0.0),
+        keys.quantity("processor", SECONDS, 0.0),
     )
     keys.end()
     return level
@@ -204,6 +213,7 @@ def cluster_toml(cluster: Cluster) -> str:
     ):
         lines += [] if value is None else [f"{key} = {_quoted(exact_text(value, unit))}"]
     lines += [f"beside = {device.beside!r}", f"step_overhead = {_time(device.step_overhead)}"]
+    lines += [] if device.chunk_overhead is None else [f"chunk_overhead = {_time(device.chunk_overhead)}"]
     if device.samples:
         lines += ["", "[device.samples]"]
         lines += [
@@ -211,7 +221,7 @@ def cluster_toml(cluster: Cluster) -> str:
         ]
     for model, times in device.times.items():
         lines += ["", f"[device.times.{_quoted(model)}]", f"batch = {times.batch}"]
-        lines += [f"{key} = {_time(getattr(times, key))}" for key in ("forward", "backward")]
+        lines += [f"{key} = {_time(getattr(times, key))}" for key in ("forward", "backward", "overhead")]
         if times.layers:
             lines += ["", f"[device.times.{_quoted(model)}.layers]"]
             lines += [f"{_quoted(name)} = {_time(seconds)}" for name, seconds in times.layers.items()]
@@ -231,6 +241,8 @@ def _level_lines(level: LinkLevel) -> list[str]:
         f"bandwidth = {_quoted(exact_text(level.bandwidth, RATE))}",
         f"latency = [{by_size}]" if level.latencies else f"latency = {_time(level.latency)}",
         f"overhead = {_time(level.overhead)}",
+        *([f"burst = {_quoted(exact_text(level.burst, SIZE))}"] if level.burst else []),
+        *([f"processor = {_time(level.processor)}"] if level.processor else []),
         f"shared = {level.shared}",
         *(["separate = true"] if level.separate else []),
     ]

@@ -6,14 +6,19 @@ encoding the sum and for decoding, 1/10 for adding; other GPUs in proportion to 
 of this. A cluster's file may have speeds that were measured (`[codecs."e5m2/aps"]`).
 """
 
+from dataclasses import replace
+
 from lowp.formats import BlockFormat
+from lowp.formats import format as parse_format
 from lowp.predict.cluster import CodecSpeed, Device
 from lowp.wire.codec import Codec
+from lowp.wire.scaling import Scale
 
 _NS, _PS = 1e-9, 1e-12
 H200_BANDWIDTH = 4.8e12
 USUAL_BANDWIDTH = {"cuda": 2e12, "cpu": 2e10}  # where a device does not say
 
+TORCH = "torch"  # before the name of a format that torch casts to: [codecs."torch fp16"]
 HOST_SECONDS = {"cuda": 4e-5, "cpu": 0.0}
 """Of the host for every bucket that is compressed: .03 to .05 ms on CUDA, which the computation waits for where it is bound by
 launches. On a CPU it is among what messages cost."""
@@ -66,6 +71,12 @@ def speed_of(codec: Codec, device: Device) -> CodecSpeed:
         return known
     factor = H200_BANDWIDTH / (device.bandwidth or USUAL_BANDWIDTH["cuda"])
     return CodecSpeed(known.encode * factor, known.add * factor, known.decode * factor)
+
+
+def torch_speed(name: str, device: Device) -> CodecSpeed:
+    """Of torch's own fp32, fp16 and bf16: cast by its hooks, added up by its all-reduce."""
+    measured = device.codecs.get(f"{TORCH} {name}")
+    return measured or speed_of(Codec(parse_format(name), scale=Scale("none")), replace(device, codecs={}))
 
 
 def _kind(codec: Codec) -> str:

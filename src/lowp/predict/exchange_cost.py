@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lowp.predict.cluster import Arrangement, Device
-from lowp.predict.codec_speed import HOST_SECONDS, speed_of
+from lowp.predict.codec_speed import HOST_SECONDS, speed_of, torch_speed
 from lowp.predict.topologies.all_reduce import AllReduce
 from lowp.predict.topologies.base import Amount, Route, Topology, routes
 from lowp.predict.topologies.counted import CountedReduction
@@ -30,13 +30,15 @@ CUTS = {"cpu": CPU_CUTS, "cuda": CUDA_CUTS}
 class ChunkStep:
     """Work of the processor, then messages: seconds for which the link is taken, and seconds until they are there.
 
-    Numbers are encoded, after what came before has been decoded and added.
+    Numbers are encoded, after what came before has been decoded and added. `handling`: seconds of the processor for the
+    messages, while they travel.
     """
 
     decode: float
     encode: float
     busy: float = 0.0
     latency: float = 0.0
+    handling: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -83,6 +85,8 @@ def kin_of(bucket: Bucket) -> tuple[Kin, ...]:
 def bucket_costs(bucket: Bucket, wire: WireChoice, arrangement: Arrangement, device: Device) -> list[ChunkCost]:
     """A cost for every chunk of the bucket, in order."""
     topology = wire.topology(arrangement.node).of_size(bucket.size)
+    if device.kind == "cpu" and topology == AllReduce():
+        topology = AllReduce("ring")  # gloo has no trees
     kin, cuts = kin_of(bucket), CUTS[device.kind]
     chunks = [chunk.size for chunk in bucket.chunks(1, cuts)] if not wire.plain else [bucket.size]
     known: dict[int, ChunkCost] = {}
@@ -142,7 +146,8 @@ def _cost(route: Route, parts: _Parts, wire: WireChoice, device: Device) -> Chun
         decode, encode = _work(leg.work, parts, route.shards, wire, device)
         # Equal rounds in a row are one step: the work between them is waited for.
         waiting = leg.times * leg.latency(length) + (leg.times - 1) * (decode + encode)
-        steps.append(ChunkStep(decode, encode + begin, leg.times * leg.busy(length), waiting))
+        handling = leg.times * leg.handling * length
+        steps.append(ChunkStep(decode, encode + begin, leg.times * leg.busy(length), waiting, handling))
         sent += leg.times * leg.sent * length
         messages += leg.times * leg.messages
         begin = 0.0
@@ -160,8 +165,9 @@ def _work(work: Iterable[Amount], parts: _Parts, shards: float, wire: WireChoice
         if wire.plain and (what != "add" or device.kind == "cuda"):
             continue
         for each in parts.kin:
-            speed = getattr(speed_of(parts.codec(each, stage), device), what)
-            seconds[what] += count * parts.numbers(each, shards) * speed
+            codec = parts.codec(each, stage)
+            speed = torch_speed(str(wire.settings.format), device) if wire.plain else speed_of(codec, device)
+            seconds[what] += count * parts.numbers(each, shards) * getattr(speed, what)
     return seconds["add"] + seconds["decode"], seconds["encode"]
 
 
@@ -169,12 +175,11 @@ def _casts(parts: _Parts, wire: WireChoice, device: Device) -> tuple[float, floa
     """Seconds before and after that are no matter of the reduction: the host's for every bucket; casts of torch's hooks."""
     if wire.plain and wire.settings.format == "fp32":
         return 0.0, 0.0
-    before, after = HOST_SECONDS[device.kind], 0.0
     if wire.plain:
-        for each in parts.kin:
-            speed = speed_of(each.codec, device)
-            before, after = before + parts.numbers(each, 1) * speed.encode, after + parts.numbers(each, 1) * speed.decode
-    return before, after
+        speed = torch_speed(str(wire.settings.format), device)
+        numbers = sum(parts.numbers(each, 1) for each in parts.kin)
+        return HOST_SECONDS[device.kind] + numbers * speed.encode, numbers * speed.decode
+    return HOST_SECONDS[device.kind] if device.chunk_overhead is None else device.chunk_overhead, 0.0
 
 
 def _after_agreement(cost: ChunkCost, layers: int, arrangement: Arrangement) -> ChunkCost:

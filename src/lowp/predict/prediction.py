@@ -132,7 +132,8 @@ def predict_collective(numbers: int, cluster: "str | Path | Cluster", wire: "str
     bucket = Parameters({"numbers": torch.Size([numbers])}, choice.settings).bucket(["numbers"], 0)
     costs = bucket_costs(bucket, choice, machine.arrange(ranks), machine.device) if ranks > 1 else []
     depth, streamed = under_way(machine.device, choice)
-    return step_times(0.0, [BucketJob(0.0, tuple(costs))], depth, machine.device.beside, streamed)
+    burst = machine.arrange(ranks).burst
+    return step_times(0.0, [BucketJob(0.0, tuple(costs))], depth, machine.device.beside, streamed, burst)
 
 
 def under_way(device: Device, wire: WireChoice) -> tuple[int, bool]:
@@ -217,7 +218,7 @@ class _Scene:
         ranks, device = arrangement.ranks, self.cluster.device
         costs = [bucket_costs(bucket, wire, arrangement, device) if ranks > 1 else [] for bucket in laid]
         depth, streamed = under_way(device, wire)
-        times = self._times(costs, ranks, depth, streamed)
+        times = self._times(costs, arrangement, depth, streamed)
         chunks = [chunk for own in costs for chunk in own]
         memory = memory_needs(self.workload, self.batch, self.formats, _message_bytes(chunks, depth))
         throughput = ranks * self.batch / times.step
@@ -228,13 +229,15 @@ class _Scene:
             memory, None if device.memory is None else memory.total <= device.memory,
         )  # fmt: skip
 
-    def _times(self, costs: list[list[ChunkCost]], ranks: int, depth: int, streamed: bool) -> StepTimes:
+    def _times(self, costs: list[list[ChunkCost]], arrangement: Arrangement, depth: int, streamed: bool) -> StepTimes:
         """Gradients are reduced when the slowest rank has them. What others wait for it is idle time."""
+        ranks = arrangement.ranks
         slowest, compute = self.cluster.stragglers.slowest(ranks), self.compute.total
         jobs = [BucketJob(ready * slowest, tuple(own)) for ready, own in zip(self._ready, costs, strict=True)]
         jobs.sort(key=lambda job: job.ready)
-        times = step_times(compute * slowest, jobs, depth, self.cluster.device.beside, streamed)
-        overhead = self.cluster.device.step_overhead if ranks > 1 else 0.0
+        device = self.cluster.device
+        times = step_times(compute * slowest, jobs, depth, device.beside, streamed, arrangement.burst)
+        overhead = device.step_overhead + self.compute.overhead if ranks > 1 else 0.0
         return replace(times, compute=compute, idle=compute * (slowest - 1) + overhead)
 
 

@@ -12,6 +12,9 @@
    then is some thousandths slower. Chunks that follow each other are never slower with less to do.
 3. What encodes and decodes takes its time from the computation, but for the share that runs beside it.
 4. The link is taken while bytes leave. On a CPU others may use it while messages are on their way (`latency`); a stream waits.
+   After a pause some bytes pass at once (`burst`), as many as a token bucket has saved up meanwhile.
+5. Where the network's work is done by the processors that compute (`handling`), messages take that from the computation too;
+   and after it, from encoding and decoding.
 """
 
 import heapq
@@ -20,7 +23,7 @@ from dataclasses import dataclass, field
 
 from lowp.predict.exchange_cost import ChunkCost, ChunkStep
 
-ENCODE, DECODE = "encode", "decode"
+ENCODE, DECODE, MESSAGES = "encode", "decode", "messages"
 Span = tuple[float, float]
 
 
@@ -29,8 +32,8 @@ class StepTimes:
     """Where the seconds of a step go. `compute + encode + decode + exposed + idle` is the whole step.
 
     `encode` and `decode` (with the additions) are what is not hidden behind the computation. `exposed` is when nobody computes
-    or codes, and messages are awaited; `hidden` is when the link is taken meanwhile. `idle` is waiting for slower ranks, and
-    for the framework.
+    or codes, and messages are awaited (or handled by processors that would compute); `hidden` is when the link is taken
+    meanwhile. `idle` is waiting for slower ranks, and for the framework.
     """
 
     compute: float
@@ -55,13 +58,22 @@ class BucketJob:
 
 @dataclass
 class _Lane:
-    """The processor or the link: one thing at a time."""
+    """The processor or the link: one thing at a time. `burst`: seconds that can be saved up in pauses."""
 
+    burst: float = 0.0
     free: float = 0.0
+    saved: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.saved = self.burst  # since the step before
+
     def take(self, since: float, seconds: float) -> Span:
-        span = (begin := max(since, self.free), begin + seconds)
+        begin = max(since, self.free)
+        self.saved = min(self.burst, self.saved + begin - self.free)
+        used = min(self.saved, seconds)
+        self.saved -= used
+        span = begin, begin + seconds - used
         self.free = span[1]
         if seconds:
             self.spans.append(span)
@@ -82,7 +94,7 @@ class _StepRun:
     processor: _Lane = field(default_factory=_Lane)
     link: _Lane = field(default_factory=_Lane)
     end: float = 0.0
-    stolen: dict[str, float] = field(default_factory=lambda: {ENCODE: 0.0, DECODE: 0.0})
+    stolen: dict[str, float] = field(default_factory=lambda: {ENCODE: 0.0, DECODE: 0.0, MESSAGES: 0.0})
     after: dict[str, float] = field(default_factory=lambda: {ENCODE: 0.0, DECODE: 0.0})
 
     @property
@@ -114,10 +126,21 @@ class _StepRun:
         self.end = max(self.end, self.computed)
 
     def _send(self, since: float, step: ChunkStep) -> float:
-        _, done = self.link.take(since, step.busy + (step.latency if self.streamed else 0.0))
+        begin, done = self.link.take(since, step.busy + (step.latency if self.streamed else 0.0))
         arrived = done if self.streamed else done + step.latency
+        if step.handling:
+            self._handle(begin, done, step.handling)
         self.end = max(self.end, arrived)
         return arrived
+
+    def _handle(self, begin: float, done: float, seconds: float) -> None:
+        """Of the processor, evenly while messages leave."""
+        computing = min(done, self.computed) - begin
+        share = 1.0 if done <= self.computed else max(0.0, computing) / (done - begin)
+        self.stolen[MESSAGES] += share * seconds
+        rest = (1 - share) * seconds * self.stealing
+        if rest:
+            self.processor.free = max(self.processor.free, begin) + rest
 
     def _work(self, since: float, seconds: float, what: str) -> float:
         begin, done = self.processor.take(since, seconds)
@@ -128,12 +151,20 @@ class _StepRun:
         return done
 
 
-def step_times(compute: float, jobs: Sequence[BucketJob], depth: int, beside: float = 0.0, streamed: bool = False) -> StepTimes:
+def step_times(
+    compute: float,
+    jobs: Sequence[BucketJob],
+    depth: int,
+    beside: float = 0.0,
+    streamed: bool = False,
+    burst: float = 0.0,
+) -> StepTimes:
     """The times of a step whose computation takes `compute` seconds by itself.
 
-    `streamed`: the link waits for messages to arrive before it takes the next ones.
+    `streamed`: the link waits for messages to arrive before it takes the next ones. `burst`: seconds of the link's work that
+    are done at once after a pause.
     """
-    step = _StepRun(compute, 1 - beside, streamed)
+    step = _StepRun(compute, 1 - beside, streamed, link=_Lane(burst))
     step.run(jobs, depth)
     after = [span for span in step.link.spans if span[1] > step.computed]
     unhidden = sum(until - max(begin, step.computed) for begin, until in after) - _overlap(after, step)

@@ -115,8 +115,8 @@ class TomlKeys:
     def table(self, key: str, default: Any = _MISSING) -> "TomlKeys":
         return self._of(self.take(key, default), key)
 
-    def tables(self, key: str) -> "list[TomlKeys]":
-        value = self.take(key)
+    def tables(self, key: str, default: Any = _MISSING) -> "list[TomlKeys]":
+        value = self.take(key, default)
         if not isinstance(value, list):
             raise self.wrong(key, f"{value!r} is not a list of tables; write [[{key}]]")
         return [self._of(entry, f"{key}[{number}]") for number, entry in enumerate(value)]

@@ -47,10 +47,16 @@ def wire_of(wire: "str | Mapping[str, Any] | WireChoice") -> WireChoice:
         return _chosen(
             _described(wire), {key: value for key, value in wire.items() if key != "reduction"}, wire.get("reduction")
         )
+    arguments = compress_arguments(wire)
+    return _chosen(wire, {key: value for key, value in arguments.items() if key != "reduction"}, arguments.get("reduction"))
+
+
+def compress_arguments(wire: str) -> dict[str, Any]:
+    """The arguments of `lowp.compress_gradients` that a text says."""
     if not isinstance(wire, str) or not wire.strip():
         raise ValueError(f"wire: it is written FORMAT[/SCALE][@REDUCTION], say e5m2/aps or fp32@ring, not {wire!r}")
     what, at, reduction = wire.partition("@")
-    return _chosen(wire, _arguments(what.strip()), reduction.strip() if at else None)
+    return _arguments(what.strip()) | ({"reduction": reduction.strip()} if at else {})
 
 
 def wires_of(wires: "str | Mapping[str, Any] | WireChoice | Iterable[Any]") -> tuple[WireChoice, ...]:

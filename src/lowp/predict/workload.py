@@ -59,10 +59,14 @@ class ModelLayer:
 
 @dataclass(frozen=True)
 class StepCompute:
-    """Seconds of forward, and of backward for each layer, in the order of the workload's layers."""
+    """Seconds of forward, and of backward for each layer, in the order of the workload's layers.
+
+    `overhead`: of the framework, on several ranks.
+    """
 
     forward: float
     backward: tuple[float, ...]
+    overhead: float = 0.0
 
     @property
     def total(self) -> float:
@@ -126,7 +130,9 @@ class Workload:
             if missing:
                 raise ValueError(f"times.{self.name}.layers: {missing[0]!r} is missing")
             backward: Mapping[str, float] = times.layers
-            return StepCompute(times.forward * factor, tuple(backward[layer.name] * factor for layer in self.layers))
+            found = tuple(backward[layer.name] * factor for layer in self.layers)
+            return StepCompute(times.forward * factor, found, times.overhead)
         _, shares = self._seconds(batch, _FLOPS, _BANDWIDTH)
         whole = sum(shares)
-        return StepCompute(times.forward * factor, tuple(times.backward * factor * own / whole for own in shares))
+        found = tuple(times.backward * factor * own / whole for own in shares)
+        return StepCompute(times.forward * factor, found, times.overhead)

@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
         "directory": str(Path.cwd()),
         "host": platform.node(),
         "machine": platform.machine(),
-        "cpu": _cpu(),
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "gpu": gpus,
         "os": platform.platform(),
@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
+def processor_name() -> str:
     """The model's name. platform.processor() gives only the architecture on Linux, or nothing."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -74,6 +74,7 @@ class Leg:
     latency: Callable[[float], float]
     sent: float  # shards that a rank sends, by the busiest
     messages: float
+    handling: float = 0.0  # seconds of the processor for each byte of a shard's message, of the busiest rank
 
     def busy(self, length: float) -> float:
         """Seconds for which the busiest link is taken, where a shard's message has so many bytes."""
@@ -138,6 +139,7 @@ def _leg(each: Round, arrangement: Arrangement) -> Leg:
         latency_of if varies else lambda length: constant,
         float(sent[SHARDS]),
         float(sent[MESSAGES]),
+        float((each.loads[OUT, :, :, SHARDS] @ np.array([level.processor for level in levels])).max()),
     )
 
 

@@ -1,0 +1,121 @@
+"""On every rank of a link: `lowp calibrate` first, then steps under DistributedDataParallel, wire by wire, in turns.
+
+A step is `zero_grad`, forward, backward and what DDP sends meanwhile; the optimizer is left out, as it is in predictions. Steps
+follow each other in blocks; a figure is the time of a block over its steps, of the slowest rank.
+"""
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from benchmarks.harness import take_turns
+from benchmarks.links.clock import Clock, summarize, tried
+from benchmarks.predict.models import named
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+TORCH = ("fp32", "fp16")  # torch's own all-reduce, and its hook
+WIRES = (  # as `lowp predict --wire` has them: the four of the table, then what else a plan may choose
+    "fp32",
+    "fp16",
+    "e4m3fn/local",
+    "e2m1fn/block:32",
+    "fp16/none",
+    "e5m2/aps",
+    "nvfp4",
+    "adaptive:4.4",
+    "e4m3fn/local@one_shot",
+    "e2m1fn/block:32@one_shot",
+    "adaptive:4.4@one_shot",
+)
+TABLE = WIRES[:4]
+WARM_UP = 3  # steps; DDP makes its buckets anew after the first
+BLOCK_SECONDS = 0.6  # that a block of steps takes, about
+MOST_STEPS = 10  # of a block
+
+Step = Callable[[], None]
+
+
+def predicted_steps(case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
+    """Rows of measured steps, and one that holds the cluster as it was calibrated on this very link."""
+    from lowp.predict.calibration import calibrate_cluster
+    from lowp.predict.cluster_file import cluster_toml
+    from lowp.predict.subjects import subject_of
+
+    began = time.perf_counter()
+    subjects = [subject_of(named(model)) for model in case["models"]]
+    codecs = [wire.partition("@")[0] for wire in case["wires"] if wire not in TORCH]
+    cluster = calibrate_cluster(
+        name=case["name"], subjects=subjects, codecs=codecs, seconds=case["seconds"], say=lambda text: print(text, flush=True)
+    )
+    rows = [{"what": "cluster", "toml": cluster_toml(cluster), "seconds_taken": time.perf_counter() - began, "load": load()}]
+    del subjects
+    for model in case["models"]:
+        rows += _model_rows(model, case, clock, failures)
+    return rows
+
+
+def load() -> float:
+    """What runs on this computer, over the last minute. Our own ranks are part of it."""
+    return os.getloadavg()[0]
+
+
+def _model_rows(model: str, case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
+    steps: dict[str, Step] = {}
+    for wire in case["wires"]:
+        reason = tried(lambda wire=wire: steps.__setitem__(wire, ddp_step(model, wire)))
+        if reason:
+            failures[f"{model}, {wire}"] = reason
+            steps.pop(wire, None)
+    blocks = {wire: _block(step) for wire, step in steps.items()}
+    rounds: dict[str, list[dict[str, float]]] = {wire: [] for wire in steps}
+
+    def measure(wire: str) -> float:
+        found = clock.measure(lambda: [steps[wire]() for _ in range(blocks[wire])])
+        rounds[wire].append({key: value / blocks[wire] for key, value in found.items()})
+        return rounds[wire][-1]["seconds"]
+
+    take_turns(steps, case["rounds"], measure)
+    figures = summarize(rounds)
+    steps.clear()
+    gc.collect()
+    return [{"what": "step", "model": model, "wire": wire, "block": blocks[wire]} | own for wire, own in figures.items()]
+
+
+def _block(step: Step) -> int:
+    """How many steps make a block: as many on every rank."""
+    times = []
+    for _ in range(2):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    agreed = torch.tensor([statistics.median(times)], dtype=torch.float64)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    return max(1, min(MOST_STEPS, round(BLOCK_SECONDS / float(agreed))))
+
+
+def ddp_step(model: str, wire: str) -> Step:
+    """A step of a new copy of the model that sends in this way, after some steps to warm up."""
+    import lowp
+    from lowp.predict.subjects import subject_of
+    from lowp.predict.wires import compress_arguments
+
+    subject = subject_of(named(model))
+    ddp = DistributedDataParallel(subject.module)
+    if wire == "fp16":
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    elif wire != "fp32":
+        lowp.compress_gradients(ddp, **compress_arguments(wire))
+
+    def step() -> None:
+        ddp.zero_grad(set_to_none=True)
+        subject.forward(ddp).backward()
+
+    for _ in range(WARM_UP):
+        step()
+    return step
