@@ -120,9 +120,12 @@ def predict(
     scene = _Scene(workload, machine, compute, batch, bucketed(workload, bucket_mb, buckets), formats or TrainingFormats())
     arrangements = [machine.arrange(count) for count in ranks_of(ranks)]
     steps: list[PredictedStep] = []
+    known: dict[str, list[Bucket]] = {}  # wires that differ in their reduction alone have the same buckets
     for choice in wires_of(wire):
-        laid = scene.laid(choice)
-        steps += [scene.predicted(choice, laid, arrangement) for arrangement in arrangements]
+        codecs = choice.settings.describe()
+        if codecs not in known:
+            known[codecs] = scene.laid(choice)
+        steps += [scene.predicted(choice, known[codecs], arrangement) for arrangement in arrangements]
     return Prediction(workload, machine, tuple(steps))
 
 

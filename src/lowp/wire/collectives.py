@@ -64,7 +64,7 @@ def all_reduce(
         warn_of_scales(chosen.codecs(), communicator.world)
     reduction = chosen.reduction
     if reduction == "auto":
-        reduction = choose(communicator, chosen, tensor.device)
+        reduction = choose(communicator, chosen, tensor.device, tensor.numel())
         if reduction is None:
             return _uncompressed(tensor, op, communicator)
     assert isinstance(reduction, Reduction)

@@ -127,7 +127,8 @@ class Compressor:
 
     def _choose(self) -> Reduction | None:
         if self.settings.reduction == "auto":
-            return choose(self._communicator, self.settings, self._device)
+            numbers = sum(shape.numel() for shape in self._shapes.values())
+            return choose(self._communicator, self.settings, self._device, numbers)
         assert isinstance(self.settings.reduction, Reduction)
         return self.settings.reduction
 

@@ -22,12 +22,15 @@ FEWEST = 3  # rounds, however long they take
 
 
 class Meeting:
-    """One rank of those that measure. `group` None and no world: it is alone, and has no link."""
+    """One rank of those that measure. `group` None and no world: it is alone, and has no link.
 
-    def __init__(self, device: torch.device, group: Any = None) -> None:
+    `communicator`: whose group is measured; without, that of `lowp.all_reduce`.
+    """
+
+    def __init__(self, device: torch.device, group: Any = None, communicator: Communicator | None = None) -> None:
         self.device = device
-        alone = not dist.is_initialized() or dist.get_world_size(group) == 1
-        self._communicator: Communicator | None = None if alone else communicator_for(group, device)
+        alone = communicator is None and (not dist.is_initialized() or dist.get_world_size(group) == 1)
+        self._communicator = None if alone else communicator or communicator_for(group, device)
 
     @property
     def rank(self) -> int:

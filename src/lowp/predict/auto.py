@@ -1,0 +1,87 @@
+"""`reduction="auto"`: is compression faster on this link, and which reduction is the fastest? As `lowp plan` decides it.
+
+The links and the codec at hand are measured for a second or two, by all ranks at once (probes/). Then one reduction of the
+gradients is predicted in float32 and in the user's format with every reduction that may be the fastest (candidates.py), and
+chosen as a plan is (planning.py), without a budget: the format is the user's choice. Rank 0 decides, and tells the others.
+"""
+
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+
+from lowp.predict.candidates import reductions_for
+from lowp.predict.cluster import Cluster, Device
+from lowp.predict.planning import GAIN, PlanOption, chosen_of
+from lowp.predict.prediction import BUCKET_MB, MEGABYTE, predict
+from lowp.predict.probes.codecs import codec_speed
+from lowp.predict.probes.link import link_levels
+from lowp.predict.probes.meeting import Meeting
+from lowp.predict.wires import WireChoice, wire_of
+from lowp.predict.workload import ModelLayer, Work, Workload
+from lowp.wire.communicator import Communicator
+from lowp.wire.reductions import reduction_of
+from lowp.wire.reductions.base import Reduction
+from lowp.wire.settings import Settings
+
+logger = logging.getLogger("lowp")
+
+LINK_SECONDS, CODEC_SECONDS = 1.0, 0.5
+MOST_NUMBERS = int(BUCKET_MB * MEGABYTE / 4)  # of a bucket
+
+
+def choose(communicator: Communicator, settings: Settings, device: torch.device, numbers: int) -> Reduction | None:
+    """The reduction for gradients of so many numbers, or None where plain float32 is as fast. All ranks get the same."""
+    if communicator.world == 1:
+        return None
+    known, size = communicator.link.chosen, min(numbers, MOST_NUMBERS)
+    asked = f"{settings.describe()} of {size}"
+    if asked not in known:
+        cluster = _measured(communicator, settings, device)
+        option, fp32 = fastest(settings, cluster, communicator.world, size)
+        said = ["" if option.plain_fp32 else option.step.reduction]
+        dist.broadcast_object_list(said, group=communicator.parent, group_src=0)
+        known[asked] = reduction_of(said[0]) if said[0] else None
+        if communicator.rank == 0:
+            _tell(option, fp32, size)
+    return known[asked]
+
+
+def fastest(settings: Settings, cluster: Cluster, ranks: int, numbers: int) -> tuple[PlanOption, PlanOption]:
+    """Of float32 and the user's format with every reduction; and float32 itself. No computation hides anything."""
+    layer = ModelLayer("numbers", (numbers,), Work(), Work(), 0)
+    workload = Workload("numbers", (layer,))
+    text = str(settings.codec_at(settings.format, 0))
+    wires = [wire_of("fp32")]
+    wires += [WireChoice(f"{text}@{way}", settings, way, False) for way in reductions_for(cluster.arrange(ranks))]
+    steps = predict(workload, cluster, wires, ranks, batch=1).steps
+    options = [PlanOption(wire, BUCKET_MB, step, 0.0, True) for wire, step in zip(wires, steps, strict=True)]
+    return chosen_of(options), options[0]
+
+
+def _measured(communicator: Communicator, settings: Settings, device: torch.device) -> Cluster:
+    """This machine's links, and the codec; computation is left out. Links are measured once, each codec once."""
+    meeting = Meeting(device, communicator=communicator)
+    known, codec = communicator.link.chosen, settings.codec_at(settings.format, 0)
+    if "links" not in known:
+        here = min(meeting.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        known["links"] = tuple(link_levels(meeting, here if meeting.ranks % here == 0 else 1, LINK_SECONDS))
+    if (name := f"codec {codec}") not in known:
+        known[name] = codec_speed(meeting, settings, CODEC_SECONDS)
+    speed, chunk = known[name]
+    bare = Device("this", device.type, flops=1.0, bandwidth=1.0, codecs={str(codec): speed}, chunk_overhead=chunk)
+    return Cluster("this machine", bare, known["links"])
+
+
+def _tell(option: PlanOption, fp32: PlanOption, numbers: int) -> None:
+    plain, ours = 1e3 * fp32.step.step, 1e3 * option.step.step
+    size = f"{4 * numbers / 1e6:.3g} MB"
+    if option.plain_fp32:
+        logger.warning(
+            "reduction='auto': %s take %.2f ms in fp32, and nothing is predicted to be %.0f %% faster: compression does not pay "
+            "on this link, gradients travel in fp32",
+            size, plain, 100 * (GAIN - 1),
+        )  # fmt: skip
+    else:
+        logger.info("reduction='auto': %s take %.2f ms in fp32 and %.2f ms in %s: compressing", size, plain, ours, option.wire)
