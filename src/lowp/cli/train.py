@@ -19,6 +19,7 @@ EXAMPLES = examples(
     ("lowp train aps8", "gradients in 8 bits, on the embedded data"),
     ("lowp train aps8 --ranks 2 --set wire.format=e4m3fn", "two processes, another format"),
     ("lowp train fp32 --virtual-ranks 256 --set batch=4096", "a cluster in one process"),
+    ("lowp train aps8 --ranks 2 --set wire=plan", "measure the link, and take the fastest wire"),
     ("lowp train my.toml --out runs/mine", "a recipe of your own; lowp recipes NAME --toml prints one"),
     ("lowp train runs/mine --resume", "go on where it stopped"),
 )
@@ -65,8 +66,11 @@ def train(
         if out is None:
             raise ValueError("under torchrun, say with --out where the run's directory is: a restart must find it")
         follow_launcher()
-        _run_here(chosen, out, resume=resume or is_restart(), data=data, quiet=quiet)
+        resume = resume or is_restart()
+        chosen = _planned(chosen, out if resume else None, data)
+        _run_here(chosen, out, resume=resume, data=data, quiet=quiet)
         return
+    chosen = _planned(chosen, out if resume else None, data)
     check(chosen)
     if out is None:
         if resume:
@@ -87,6 +91,17 @@ def train(
         typer.echo(f"lowp: interrupted; {go_on}", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
+
+
+def _planned(chosen: "Recipe", out: Path | None, data: Path | None) -> "Recipe":
+    """With a format of its own where it says `wire=plan`. `out`: of a run that goes on."""
+    from lowp.train.recipe import PLAN
+
+    if chosen.wire.format != PLAN:
+        return chosen
+    from lowp.predict.recipe_plan import planned_recipe
+
+    return planned_recipe(chosen, out, data=data, say=typer.echo)
 
 
 def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, quiet: bool) -> None:

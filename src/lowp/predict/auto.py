@@ -7,6 +7,7 @@ chosen as a plan is (planning.py), without a budget: the format is the user's ch
 
 import logging
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,12 +41,18 @@ def choose(communicator: Communicator, settings: Settings, device: torch.device,
     if asked not in known:
         cluster = _measured(communicator, settings, device)
         option, fp32 = fastest(settings, cluster, communicator.world, size)
-        said = ["" if option.plain_fp32 else option.step.reduction]
-        dist.broadcast_object_list(said, group=communicator.parent, group_src=0)
-        known[asked] = reduction_of(said[0]) if said[0] else None
+        said = first_says(communicator.parent, "" if option.plain_fp32 else option.step.reduction)
+        known[asked] = reduction_of(said) if said else None
         if communicator.rank == 0:
             _tell(option, fp32, size)
     return known[asked]
+
+
+def first_says(group: Any, mine: Any) -> Any:
+    """What rank 0 has."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
+    return said[0]
 
 
 def fastest(settings: Settings, cluster: Cluster, ranks: int, numbers: int) -> tuple[PlanOption, PlanOption]:

@@ -10,6 +10,7 @@ All of it has a limit in seconds. What does not fit in is left out, and said: co
 those that were.
 """
 
+import math
 import os
 import statistics
 import time
@@ -181,6 +182,11 @@ def codecs_of(texts: Iterable[str] = CODECS) -> list[WireChoice]:
     return list(found.values())
 
 
+def check_limit(seconds: float) -> None:
+    if not SHORTEST <= seconds < math.inf:
+        raise ValueError(f"seconds: {seconds:g} must be at least {SHORTEST:g}")
+
+
 def calibrate_cluster(
     *,
     name: str = "this machine",
@@ -202,8 +208,7 @@ def calibrate_cluster(
         seconds: in all, at most about.
         say: called on rank 0 with a line for everything that was found.
     """
-    if seconds < SHORTEST:
-        raise ValueError(f"seconds: {seconds:g} must be at least {SHORTEST:g}")
+    check_limit(seconds)
     meeting = Meeting(torch.device(device), group)
     here = min(meeting.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     quiet: Say = lambda text: None  # noqa: E731

@@ -20,7 +20,7 @@ expected maximum of n standard normal numbers.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -238,6 +238,10 @@ class Cluster:
             if room is not None and room % level.shared:
                 raise ValueError(f"levels[{number}].shared: {level.shared} does not divide the {room} ranks of a node")
             inner = level
+
+    def with_times(self, model: str, times: ModelTimes) -> "Cluster":
+        """The same, with a model that was measured there."""
+        return replace(self, device=replace(self.device, times={**self.device.times, model: times}))
 
     def arrange(self, ranks: int) -> Arrangement:
         """Where `ranks` ranks are: nodes are filled one after the other."""

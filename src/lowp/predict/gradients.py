@@ -92,15 +92,19 @@ def _restore(module: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 def cut(gradients: RankGradients, most: int = MOST_NUMBERS) -> RankGradients:
     """The first numbers of every parameter, in proportion, so that a rank has at most about `most`."""
-    whole = sum(gradient.numel() for gradient in gradients.ranks[0].values())
-    if whole <= most:
+    share = share_of(sum(gradient.numel() for gradient in gradients.ranks[0].values()), most)
+    if share == 1:
         return gradients
-    share = most / whole
     own = tuple(
         {name: g.reshape(-1)[: max(1, math.ceil(share * g.numel()))].clone() for name, g in rank.items()}
         for rank in gradients.ranks
     )
     return RankGradients(own, f"{gradients.source}; the first {100 * share:.0f} % of each parameter")
+
+
+def share_of(numbers: int, most: int) -> float:
+    """Of each parameter that is taken, so that there are about `most` numbers."""
+    return min(1.0, most / max(1, numbers))
 
 
 def _reduction(wire: WireChoice, node: int) -> Reduction:
@@ -113,4 +117,3 @@ def _world(reduction: Reduction, ranks: int, given: int) -> int:
     if isinstance(reduction, Hierarchical):
         return min(ranks, 2 * reduction.size)
     return min(ranks, max(given, 1))
-

@@ -193,7 +193,8 @@ def _predicted(
     sizes: Sequence[float],
     buckets: "Sequence[Sequence[str]] | None",
 ) -> list[PlanOption]:
-    """Every wire with the size of buckets that suits it best, the fastest first; only what fits the memory, if anything does."""
+    """Every wire with its best size of buckets, the fastest first. Only what fits the memory, if anything does."""
+
     def at(size: float, some: Sequence[WireChoice]) -> list[PlanOption]:
         steps = predict(workload, cluster, some, ranks, batch=batch, bucket_mb=size, buckets=buckets).steps
         return [PlanOption(wire, size, step) for wire, step in zip(some, steps, strict=True)]

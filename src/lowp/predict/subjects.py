@@ -11,7 +11,7 @@ with a loss:
 Where outputs are no number and there is no loss, it is the cross-entropy of the last dimension with classes drawn at random.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lowp.compat import tree_leaves, tree_map
 from lowp.predict.architectures import ARCHITECTURES, from_function, unknown_model
-from lowp.train.plugins import blamed, is_plugin
+from lowp.train.plugins import blamed, is_plugin, load_plugin
 
 SEED = 0
 
@@ -92,6 +92,15 @@ def subject_of(
     if not subject.parameters:
         raise ValueError(f"model {name}: it has no parameter that takes a gradient")
     return subject
+
+
+def check_models(names: Iterable[str]) -> None:
+    """Are these names of models, or functions that can be found?"""
+    for name in names:
+        if is_plugin(name):
+            load_plugin(name, "model")
+        elif name not in ARCHITECTURES:
+            raise unknown_model(name)
 
 
 def _drawn(name: str, batch: int | None) -> tuple[nn.Module, Tensor]:

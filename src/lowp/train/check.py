@@ -28,7 +28,7 @@ from lowp.train.optimizers import NAMES as OPTIMIZERS
 from lowp.train.optimizers import optimizer_for
 from lowp.train.parallel.messages import TensorCodec
 from lowp.train.plugins import blamed, is_plugin, load_plugin
-from lowp.train.recipe import LARGEST_RATE, LearningRate, Recipe, Wire
+from lowp.train.recipe import LARGEST_RATE, PLAN, LearningRate, Recipe, Wire
 from lowp.train.regular_file import check_regular, user_path
 from lowp.train.toml import to_toml
 from lowp.wire.naming import all_names
@@ -221,6 +221,8 @@ def _check_largest_rate(recipe: Recipe) -> None:
 def _check_wire(recipe: Recipe) -> None:
     """Ask about one key at a time, to know which one it is, and then about all of them together."""
     wire = recipe.wire
+    if wire.format == PLAN:
+        raise RecipeError("wire.format: plan is no format of its own; `lowp train`, or lowp.predict.recipe_plan, makes it one")
     if wire.reduction == "auto":
         raise RecipeError(
             "wire.reduction: 'auto' chooses by a measurement of the link, so that the same recipe could give other numbers the "

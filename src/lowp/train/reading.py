@@ -33,7 +33,7 @@ from lowp.train.keys import (
 )
 from lowp.train.mistakes import RecipeError, explain, nearest
 from lowp.train.plugins import is_plugin, load_plugin
-from lowp.train.recipe import LONGEST_NAME, Recipe, Section
+from lowp.train.recipe import LONGEST_NAME, PLAN, Recipe, Section
 from lowp.train.regular_file import read_regular
 from lowp.train.toml import DEEPEST, plain
 
@@ -203,6 +203,8 @@ def _override(text: str) -> tuple[Path, Any]:
     if len(parts) > _MOST_PARTS:
         raise RecipeError(f"{text[:40]}...: a key has at most {_MOST_PARTS} parts, not {len(parts)}")
     path = _regrouped(tuple(part[1:-1] if part[0] in "\"'" else part for part in parts))
+    if path == ("wire",) and found[2].strip().strip("\"'") == PLAN:
+        path = ("wire", "format")  # the other keys of [wire] can be changed beside it
     return path, _value(found[2].strip(), kind_at(path), path)
 
 

@@ -10,7 +10,7 @@ any other is simulated: a float32 model whose numbers are rounded to the format 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 STORED = ("fp32", "fp16", "bf16")  # formats that torch computes in
 LONGEST_NAME = 100  # characters: it becomes the name of a directory
@@ -19,6 +19,7 @@ LONGEST_NAME = 100  # characters: it becomes the name of a directory
 _MOST_STEPS = 10**12
 _MOST_EPOCHS = 10**6
 _LARGEST_BATCH = 1 << 24
+PLAN = "plan"  # in place of a wire's format: it is chosen at the start (lowp/predict/recipe_plan.py)
 _LARGEST = 1e6  # of a factor; the arithmetic is float32's
 _SMALLEST = 1e-30  # of what must not be 0 in float32
 LARGEST_RATE = 1e38  # float32 ends at 3.4e38; before that a run diverges, and says so
@@ -174,7 +175,7 @@ class Precision(Section):
 class Wire(Section):
     """How gradients travel between ranks, real or virtual."""
 
-    format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, adaptive:BITS, or fp32")
+    format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, adaptive:BITS, fp32, or plan")
     scale: str = Field(
         "", description='none, aps, aps_delayed, local, block:N; "": block:32 for formats of fewer than 8 bits, else local'
     )
@@ -186,6 +187,14 @@ class Wire(Section):
     kahan: bool = Field(False, description="compensate the rounding of sums")
     error_feedback: bool = Field(False, description="add what rounding lost to the next gradient")
     bucket_mb: float = Field(25.0, ge=0.001, le=_LARGEST, description="megabytes of gradients that travel together")
+    max_error: float = Field(0.1, ge=0, le=_LARGEST, description="for plan: the largest relative error of a step's gradients")
+    cluster: str = Field("", description='for plan: a cluster of lowp predict, or a TOML file; "": measured at the start')
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plan_in_a_word(cls, given: Any) -> Any:
+        """wire = "plan" says that lowp plan chooses everything."""
+        return {"format": PLAN} if isinstance(given, str) and given == PLAN else given
 
 
 class Parallel(Section):

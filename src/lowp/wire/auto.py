@@ -23,9 +23,9 @@ def choose(communicator: Communicator, settings: Settings, device: torch.device,
     return import_module("lowp.predict.auto").choose(communicator, settings, device, numbers)
 
 
-def compress_by_plan(ddp: Any, **options: Any) -> Any:
+def compress_by_plan(ddp: Any, max_error: float | None, cluster: Any, options: dict[str, Any]) -> Any:
     """The handle of a model that decides after its first steps (lowp/predict/ddp_plan.py)."""
-    return import_module("lowp.predict.ddp_plan").compress_by_plan(ddp, **options)
+    return import_module("lowp.predict.ddp_plan").PlannedHandle(ddp, max_error, cluster, options)
 
 
 def best_for(world: int) -> Reduction:

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lowp import compat
+from lowp.wire.auto import PLAN, compress_by_plan
 from lowp.wire.collectives import check_gradient
 from lowp.wire.compressor import Compressor
 from lowp.wire.naming import all_names
@@ -41,7 +42,7 @@ class Handle:
         self, ddp: DistributedDataParallel, compressor: Compressor, switch: "_HookSwitch", check_replicas: bool
     ) -> None:
         self._ddp = weakref.ref(ddp)  # the model's reducer keeps us, and would keep the model, which keeps the reducer
-        self._parameters = _synchronised(ddp)
+        self._parameters = synchronised(ddp)
         self._compressor = compressor
         self._switch = switch
         self._check_replicas = check_replicas
@@ -200,6 +201,8 @@ def compress_gradients(
     measure: bool = False,
     check_replicas: bool = False,
     chunk: int | None = None,
+    max_error: float | None = None,
+    cluster: Any = None,
 ) -> Handle:
     """Let a DistributedDataParallel model send its gradients in `format`.
 
@@ -207,14 +210,15 @@ def compress_gradients(
         ddp: the model, or torch.compile's wrapper around it. All ranks call this, with the same arguments; it is an error that
             names both if they do not.
         format: "e5m2", "e4m3fn", "int8", "e2m1fn" (4 bits), "mxfp4", "topk:0.01", "adaptive:4", any of up to 16 bits; or a
-            schedule: {0: "fp16", 500: "e5m2"} (from which step on), or a function of the step.
+            schedule: {0: "fp16", 500: "e5m2"} (from which step on), or a function of the step. "plan": the first steps travel
+            in float32 and are timed; then format, scale and reduction are chosen as `lowp plan` does.
         scale: "none", "aps" (Auto Precision Scaling: per layer, agreed between ranks), "aps_delayed" (last step's), "local"
             (each message's own), or "block:<n>" (each n numbers' own). Default, for each format by itself: "block:32" if it has
             fewer than 8 bits, else "local"; "local" also for block formats and top-k.
         reduction: "two_shot" (adds in float32, two roundings), "one_shot" (one rounding; for two ranks, or small tensors),
             "ring", "tree", "sequential" (partial sums in the format), "hierarchical(k)", "hierarchical(k, gather)" (for top-k
-            on few nodes) and "hierarchical(k, leaders)" for nodes of k ranks, "hybrid" (by size), or "auto": two_shot (on two
-            ranks one_shot) if a measurement at start finds it faster than float32, else no compression.
+            on few nodes) and "hierarchical(k, leaders)" for nodes of k ranks, "hybrid" (by size), or "auto": the one
+            that is predicted to be the fastest from a measurement at start; no compression, if none is faster than float32.
         rounding: any of lowp's; "stochastic" takes `seed`.
         skip: what stays in float32: "1d" (biases and norms), "last" (the last layer that has a matrix), or name patterns such
             as "*.embedding.*". A tied parameter is found by any of its names.
@@ -229,26 +233,32 @@ def compress_gradients(
         check_replicas: after every backward, make sure that parameters and gradients are the same on all ranks.
         chunk: elements that are under way together. The default suits the device; with a number of your own, "local" and
             "block" scales, which belong to messages, are the same on every device.
+        max_error, cluster: for "plan": the largest relative error of a step's gradients, .1 if none is given; a cluster (a
+            TOML file of `lowp calibrate`, say) that is taken instead of a measurement.
 
     Returns a handle: `report()` for the last step, `total()`, `state_dict()`, `remove()`.
     """
     ddp = _checked(ddp)
-    settings = Settings.of(
-        format,
-        scale=scale,
-        reduction=reduction,
-        rounding=rounding,
-        skip=skip,
-        layers=layers,
-        accumulate=accumulate,
-        kahan=kahan,
-        error_feedback=error_feedback,
-        nonfinite=nonfinite,
-        seed=seed,
-        measure=measure,
-        chunk=chunk,
-    )
-    parameters = _synchronised(ddp)
+    others: dict[str, Any] = {
+        "rounding": rounding,
+        "skip": skip,
+        "layers": layers,
+        "accumulate": accumulate,
+        "kahan": kahan,
+        "error_feedback": error_feedback,
+        "nonfinite": nonfinite,
+        "seed": seed,
+        "measure": measure,
+        "chunk": chunk,
+    }
+    if isinstance(format, str) and format == PLAN:
+        if scale is not None or reduction != "two_shot":
+            raise ValueError(f"{'scale' if scale is not None else 'reduction'}: is the plan's to choose")
+        return compress_by_plan(ddp, max_error, cluster, others | {"check_replicas": check_replicas})
+    if max_error is not None or cluster is not None:
+        raise ValueError(f"{'cluster' if max_error is None else 'max_error'}: is for the format 'plan'")
+    settings = Settings.of(format, scale=scale, reduction=reduction, **others)
+    parameters = synchronised(ddp)
     for name, parameter in parameters.items():
         check_gradient(parameter, f"compress_gradients (parameter {name!r})")
     for name, module in ddp.module.named_modules():
@@ -263,15 +273,25 @@ def compress_gradients(
     handle = Handle(ddp, compressor, switch, check_replicas)
     if not compressor.compresses:
         return handle  # DDP's own way is the fastest for float32
+    try:
+        switch_to(ddp, handle, switch)
+    except RuntimeError:
+        compressor.close()
+        raise
+    return handle
+
+
+def switch_to(ddp: DistributedDataParallel, handle: Any, switch: "_HookSwitch | None" = None) -> "_HookSwitch":
+    """From now on this one's `_hook` is called with every bucket."""
+    switch = switch or _switches.get(ddp) or _HookSwitch(ddp.process_group)
     if ddp not in _switches:
         try:
             ddp.register_comm_hook(switch, _hook)
         except RuntimeError as error:
-            compressor.close()
             raise RuntimeError(f"this model has another communication hook already: {error}") from None
         _switches[ddp] = switch
     switch.handle = handle
-    return handle
+    return switch
 
 
 def _hook(switch: _HookSwitch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # DDP looks at name and annotations
@@ -290,7 +310,7 @@ def _checked(model: Any) -> DistributedDataParallel:
     return wrapped
 
 
-def _synchronised(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+def synchronised(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters whose gradients DDP reduces."""
     ignored = ddp.parameters_to_ignore
     return {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored}

@@ -38,7 +38,7 @@ class GroupLink:
         self.bytes_sent = 0
         self.tagged = dist.get_backend(group) == "gloo"
         self._taken = 0
-        self.chosen: dict[str, Any] = {}  # what reduction='auto' found, by settings
+        self.chosen: dict[str, Any] = {}  # what reduction='auto' has measured and found (lowp/predict/auto.py)
 
     def start(self, begin: "Callable[[], list[Pending]]") -> list[Pending]:
         """Everything that NCCL sends goes through here (see replay.py)."""

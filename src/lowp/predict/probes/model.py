@@ -36,6 +36,11 @@ class Stamps:
         event.record()
         return event
 
+    def wait(self) -> None:
+        """Until the device has come so far."""
+        if self._cuda:
+            torch.cuda.synchronize()
+
     def between(self, first: Any, second: Any) -> float:
         """Seconds. On CUDA the device must have come so far."""
         return first.elapsed_time(second) / 1e3 if self._cuda else second - first

@@ -1,0 +1,93 @@
+"""`lowp plan`: the wire with which a step is predicted to be the fastest, within a budget of error."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowp.cli.output import JSON_HELP, console, examples, print_json, table
+
+if TYPE_CHECKING:
+    from lowp.predict.planning import Plan
+
+EXAMPLES = examples(
+    ("lowp calibrate --ranks 2 --model cnn", "measure first: writes cluster.toml"),
+    ("lowp plan --model cnn --cluster cluster.toml --ranks 2", "then plan for it"),
+    ("lowp plan --model resnet50 --cluster dgx-a100 --ranks 256", "a known machine"),
+    ("lowp plan --model my:make --cluster ethernet-10g --ranks 8 --max-error 0.02", "your model, a smaller error"),
+    ("lowp train aps8 --ranks 2 --set wire=plan", "measure, plan and train"),
+)
+
+
+def plan_wire(
+    model: Annotated[str, typer.Option(metavar="NAME", help="A model of `lowp predict --models`, or module:function.")],
+    cluster: Annotated[str, typer.Option(metavar="NAME|FILE", help="A file of `lowp calibrate`, or a known cluster.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, one for each device.")],
+    max_error: Annotated[
+        float, typer.Option(help="The largest relative error of a step's gradients: |sent - exact| / |exact|.")
+    ] = 0.1,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples of one rank in a step.")] = None,
+    wires: Annotated[
+        list[str] | None, typer.Option("--wire", metavar="WIRE", help="Choose among these: FORMAT/SCALE[@REDUCTION].")
+    ] = None,
+    torchs: Annotated[
+        bool, typer.Option("--torch/--no-torch", help="May torch's own fp16 and bf16 be chosen? (fp32 always may.)")
+    ] = True,
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+) -> None:
+    """Choose wire format, scale, reduction and size of buckets: the fastest step within an error budget.
+
+    How long a step takes is predicted. How large the error is is found on the model's own gradients, as virtual ranks add them
+    up. What is printed at the end applies the choice, in a program and in a recipe.
+    """
+    from lowp.predict.planning import plan
+    from lowp.predict.wires import PLAIN
+
+    chosen = plan(model, cluster, ranks, max_error=max_error, batch=batch, wires=wires, torchs=PLAIN if torchs else ("fp32",))
+    if json:
+        print_json(
+            {
+                "wire": chosen.chosen.wire,
+                "bucket_mb": chosen.chosen.bucket_mb,
+                "arguments": chosen.arguments,
+                "recipe": chosen.recipe,
+                "code": chosen.code,
+                "gradients": chosen.gradients,
+                "options": chosen.records(),
+            }
+        )
+        return
+    print_plan(chosen)
+
+
+def print_plan(found: "Plan") -> None:
+    out, chosen = console(), found.chosen
+    step = chosen.step
+    out.print(
+        f"{step.model} on {step.ranks} ranks of {step.cluster}, {step.batch} samples each; error at most {found.max_error:g}"
+    )
+    out.print(f"[dim]errors are of {found.gradients}[/]\n")
+    result = table()
+    result.add_column("wire", no_wrap=True)
+    for head in ("bucket MB", "step", "exposed", "coding", "error"):
+        result.add_column(head, justify="right")
+    result.add_column("")
+    for option in (chosen, *found.runners_up):
+        times, picked = option.step.times, option is chosen
+        cells = [
+            option.wire,
+            f"{option.bucket_mb:g}",
+            f"{1e3 * times.step:.3g} ms",
+            f"{1e3 * times.exposed:.3g}",
+            f"{1e3 * (times.encode + times.decode):.3g}",
+            f"{option.error:.2g}",
+            "[bold]chosen[/]" if picked else found.why_not(option),
+        ]
+        result.add_row(*(f"[bold]{cell}[/]" if picked and number < 6 else cell for number, cell in enumerate(cells)))
+    out.print(result)
+    rest = len(found.options) - 1 - len(found.runners_up)
+    if rest:
+        out.print(f"[dim]{rest} more are slower; lowp plan --json has them[/]")
+    out.print("\n[bold]In a program[/]")
+    out.print(found.code, markup=False, soft_wrap=True)
+    out.print("\n[bold]In a recipe[/]")
+    out.print(found.recipe_toml, markup=False, soft_wrap=True)
