@@ -1,1 +1,1 @@
-"""The parts of `python -m benchmarks predict`: how long predictions take, and how far they are from steps that were measured."""
+"""`python -m benchmarks predict`: how long predictions take, and how far they are from steps that were measured."""

@@ -41,7 +41,7 @@ def choose(communicator: Communicator, settings: Settings, device: torch.device,
     if asked not in known:
         cluster = _measured(communicator, settings, device)
         option, fp32 = fastest(settings, cluster, communicator.world, size)
-        said = first_says(communicator.parent, "" if option.plain_fp32 else option.step.reduction)
+        said = first_says(communicator.parent, "" if option.choice.plain else option.step.reduction)
         known[asked] = reduction_of(said) if said else None
         if communicator.rank == 0:
             _tell(option, fp32, size)
@@ -84,10 +84,10 @@ def _measured(communicator: Communicator, settings: Settings, device: torch.devi
 def _tell(option: PlanOption, fp32: PlanOption, numbers: int) -> None:
     plain, ours = 1e3 * fp32.step.step, 1e3 * option.step.step
     size = f"{4 * numbers / 1e6:.3g} MB"
-    if option.plain_fp32:
+    if option.choice.plain:
         logger.warning(
-            "reduction='auto': %s take %.2f ms in fp32, and nothing is predicted to be %.0f %% faster: compression does not pay "
-            "on this link, gradients travel in fp32",
+            "reduction='auto': %s take %.2f ms in fp32, nothing is predicted to be %.0f %% faster: compression does not pay on "
+            "this link, gradients travel in fp32",
             size, plain, 100 * (GAIN - 1),
         )  # fmt: skip
     else:

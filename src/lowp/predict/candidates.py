@@ -41,7 +41,7 @@ def reductions_for(arrangement: Arrangement) -> tuple[str, ...]:
 
 
 def node_sizes(arrangement: Arrangement) -> list[int]:
-    """k of `hierarchical(k)`: the ranks of each level inside the outermost, and their halves, as far as they divide the ranks."""
+    """k of `hierarchical(k)`: the ranks of each level inside the outermost, and their halves, where they divide the ranks."""
     found: set[int] = set()
     for size in arrangement.sizes[:-1]:
         while size > 1:

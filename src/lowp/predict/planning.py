@@ -51,8 +51,8 @@ class PlanOption:
         return self.choice.text
 
     @property
-    def plain_fp32(self) -> bool:
-        return self.choice.plain and self.choice.settings.format == "fp32"
+    def in_fp32(self) -> bool:
+        return self.choice.settings.format == "fp32"
 
     def record(self) -> dict[str, Any]:
         return self.step.record() | {"bucket_mb": self.bucket_mb, "error": self.error, "within": self.within}
@@ -84,7 +84,7 @@ class Plan:
             own = self.arguments
             given = "".join(f", {key}={_quoted(own[key])}" for key in ("scale", "rounding", "reduction") if key in own)
             lines.append(f'lowp.compress_gradients(ddp, "{own["format"]}"{given})')
-        elif not chosen.plain_fp32:
+        elif not chosen.in_fp32:
             lines.append(f"ddp.register_comm_hook(None, default_hooks.{chosen.wire}_compress_hook)")
         return "\n".join(lines)
 
@@ -92,7 +92,7 @@ class Plan:
     def recipe(self) -> dict[str, Any] | None:
         """Keys of a recipe's [wire]; None where no recipe can: torch's own 16 bits."""
         bucket = self.chosen.bucket_mb * MEGABYTE / 1e6
-        if self.chosen.plain_fp32:
+        if self.chosen.in_fp32:
             return {"format": "fp32", "bucket_mb": bucket}
         return None if self.chosen.choice.plain else self.arguments | {"bucket_mb": bucket}
 
@@ -116,7 +116,7 @@ class Plan:
             return f"error {other.error:.3g} is above {self.max_error:g}" if math.isfinite(other.error) else "it overflows"
         if slower > SAME - 1:
             return f"{100 * slower:.0f} % slower" if slower >= 0.1 else f"{100 * slower:.1f} % slower"
-        if self.chosen.plain_fp32:
+        if self.chosen.in_fp32:
             return f"only {-100 * slower:.1f} % faster than float32, which loses nothing" if slower < 0 else "not faster"
         return "as fast, with a larger error"
 
@@ -229,7 +229,7 @@ def _with_errors(
     found: list[PlanOption] = []
     enough = 0
     for option in options:
-        if enough >= COMPARED and not option.plain_fp32:
+        if enough >= COMPARED and not option.in_fp32:
             found.append(option)
             continue
         error = gradients.error(option.choice, ranks, node)
@@ -247,7 +247,7 @@ def chosen_of(options: Sequence[PlanOption]) -> PlanOption:
         raise ValueError(f"max_error: nothing is within the budget; the smallest error is {least:.3g}")
     fastest = min(option.step.step for option in able)
     for option in able:
-        if option.plain_fp32 and option.step.step <= GAIN * fastest:
+        if option.in_fp32 and option.step.step <= GAIN * fastest:
             return option
     same = [option for option in able if option.step.step <= SAME * fastest]
     return min(same, key=lambda option: (option.error or 0.0, option.step.step, option.wire))

@@ -135,8 +135,10 @@ class _StepRun:
 
     def _handle(self, begin: float, done: float, seconds: float) -> None:
         """Of the processor, evenly while messages leave."""
-        computing = min(done, self.computed) - begin
-        share = 1.0 if done <= self.computed else max(0.0, computing) / (done - begin)
+        if done <= self.computed:
+            share = 1.0
+        else:
+            share = (self.computed - begin) / (done - begin) if begin < self.computed else 0.0
         self.stolen[MESSAGES] += share * seconds
         rest = (1 - share) * seconds * self.stealing
         if rest:

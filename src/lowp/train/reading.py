@@ -157,6 +157,8 @@ def _from_function(text: str) -> Any:
 
 
 def _validated(document: Any, source: str) -> Recipe:
+    if isinstance(document, dict) and document.get("wire") == PLAN:  # in a word: everything of it is chosen
+        document = document | {"wire": {"format": PLAN}}
     try:
         return Recipe.model_validate_json(json.dumps(plain(document)), strict=True)
     except ValidationError as error:

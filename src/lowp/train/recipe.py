@@ -10,7 +10,7 @@ any other is simulated: a float32 model whose numbers are rounded to the format 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 STORED = ("fp32", "fp16", "bf16")  # formats that torch computes in
 LONGEST_NAME = 100  # characters: it becomes the name of a directory
@@ -189,12 +189,6 @@ class Wire(Section):
     bucket_mb: float = Field(25.0, ge=0.001, le=_LARGEST, description="megabytes of gradients that travel together")
     max_error: float = Field(0.1, ge=0, le=_LARGEST, description="for plan: the largest relative error of a step's gradients")
     cluster: str = Field("", description='for plan: a cluster of lowp predict, or a TOML file; "": measured at the start')
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plan_in_a_word(cls, given: Any) -> Any:
-        """wire = "plan" says that lowp plan chooses everything."""
-        return {"format": PLAN} if isinstance(given, str) and given == PLAN else given
 
 
 class Parallel(Section):

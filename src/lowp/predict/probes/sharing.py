@@ -42,7 +42,7 @@ def _median_loss(meeting: Meeting, compute: Work, other: Work, count: int, secon
     for number in range(ROUNDS):
         losses.append(_loss(meeting, compute, lambda: [other() for _ in range(count)]))
         (elapsed,) = meeting.largest([time.perf_counter() - began])
-        if number >= 2 and elapsed * (number + 2) / (number + 1) > seconds:
+        if elapsed * (number + 2) / (number + 1) > seconds:
             break
     return statistics.median(meeting.mean(losses))
 
