@@ -22,6 +22,7 @@ from lowp.predict.wires import WireChoice
 from lowp.wire.reductions import reduction_of
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.reductions.hierarchical import Hierarchical
+from lowp.wire.scaling import Scale
 from lowp.wire.virtual import VirtualExchange
 
 MOST_RANKS = 8
@@ -51,7 +52,10 @@ class RankGradients:
         world = _world(reduction, ranks, len(self.ranks))
         own = [self.ranks[rank % len(self.ranks)] for rank in range(world)]
         shapes = {name: gradient.shape for name, gradient in own[0].items()}
-        exchange = VirtualExchange(world, shapes, replace(wire.settings, reduction=reduction))
+        settings = replace(wire.settings, reduction=reduction)
+        if wire.plain:
+            settings = replace(settings, scale=Scale("none"))  # as torch casts
+        exchange = VirtualExchange(world, shapes, settings)
         means = exchange.reduce(own.__getitem__)
         lost = whole = 0.0
         for name, mean in means.items():

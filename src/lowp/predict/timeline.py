@@ -135,10 +135,9 @@ class _StepRun:
 
     def _handle(self, begin: float, done: float, seconds: float) -> None:
         """Of the processor, evenly while messages leave."""
-        if done <= self.computed:
-            share = 1.0
-        else:
-            share = (self.computed - begin) / (done - begin) if begin < self.computed else 0.0
+        share = 1.0 if done <= self.computed else 0.0
+        if begin < self.computed < done:
+            share = (self.computed - begin) / (done - begin)
         self.stolen[MESSAGES] += share * seconds
         rest = (1 - share) * seconds * self.stealing
         if rest:
