@@ -10,12 +10,14 @@ from torch.nn import functional as F
 from lowp.train.models import build_model
 
 NAMES = ("mlp", "resnet18", "gpt")
+ON_GPUS = ("resnet50", "vgg16", "gpt2")  # the predictor's own
+BATCH = 32  # of those
 Made = tuple[nn.Module, Tensor, Callable[[Any], Tensor]]
 
 
 def named(name: str) -> str:
     """As `--model` takes it."""
-    return f"{__name__}:{name}"
+    return f"{__name__}:{name}" if name in NAMES else name
 
 
 def mlp() -> Made:

@@ -1,13 +1,9 @@
 """How long predictions take: 4,096 ranks x 20 codecs, wanted under 2 s on one core.
 
-    python -m benchmarks predict            ten seconds
-    python -m benchmarks predict --quick    once
-
 ResNet-50 on 1, 2, 4 ... 4,096 ranks of DGX A100 nodes, 20 codecs, in a process that has predicted nothing before (patterns of
 messages are counted) and in one that has. Seconds of the processor.
 """
 
-import argparse
 import subprocess
 import sys
 import time
@@ -44,17 +40,9 @@ def measure(reduction: str) -> None:
         print(time.process_time() - began)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one reduction: does it run?")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        measure(options.measure)
-        return
+def main(out: Path, quick: bool) -> None:
     rows = []
-    for reduction in REDUCTIONS[: 1 if options.quick else None]:
+    for reduction in REDUCTIONS[: 1 if quick else None]:
         command = [sys.executable, "-m", "benchmarks", "predict", "--measure", reduction]
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
         first, again = (float(line) for line in said.split())
@@ -65,9 +53,5 @@ def main() -> None:
     cells = [[r["reduction"], f"{r['first']:.2f}", f"{r['again']:.2f}", "met" if r["met"] else "NOT met"] for r in rows]
     lines += table(["reduction", "first", "again", "wanted"], cells)
     print("\n".join(lines))
-    if not options.quick or options.out != RESULTS:
-        write(options.out, "predict", facts, {"rows": rows}, lines)
-
-
-if __name__ == "__main__":
-    main()
+    if not quick or out != RESULTS:
+        write(out, "predict", facts, {"rows": rows}, lines)

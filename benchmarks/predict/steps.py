@@ -14,25 +14,19 @@ import torch
 import torch.distributed as dist
 from benchmarks.harness import take_turns
 from benchmarks.links.clock import Clock, summarize, tried
-from benchmarks.predict.models import named
+from benchmarks.predict.models import BATCH, named
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 TORCH = ("fp32", "fp16")  # torch's own all-reduce, and its hook
-WIRES = (  # as `lowp predict --wire` has them: the four of the table, then what else a plan may choose
+WIRES = (  # as `lowp predict --wire` has them
     "fp32",
     "fp16",
-    "e4m3fn/local",
-    "e2m1fn/block:32",
-    "fp16/none",
-    "e5m2/aps",
-    "nvfp4",
-    "adaptive:4.4",
+    "e4m3fn/local@two_shot",
     "e4m3fn/local@one_shot",
+    "e2m1fn/block:32@two_shot",
     "e2m1fn/block:32@one_shot",
-    "adaptive:4.4@one_shot",
 )
-TABLE = WIRES[:4]
 WARM_UP = 3  # steps; DDP makes its buckets anew after the first
 BLOCK_SECONDS = 0.6  # that a block of steps takes, about
 MOST_STEPS = 10  # of a block
@@ -47,10 +41,15 @@ def predicted_steps(case: dict, clock: Clock, failures: dict[str, str]) -> list[
     from lowp.predict.subjects import subject_of
 
     began = time.perf_counter()
-    subjects = [subject_of(named(model)) for model in case["models"]]
+    subjects = [subject_of(named(model), batch=BATCH, device=clock.device) for model in case["models"]]
     codecs = [wire.partition("@")[0] for wire in case["wires"] if wire not in TORCH]
     cluster = calibrate_cluster(
-        name=case["name"], subjects=subjects, codecs=codecs, seconds=case["seconds"], say=lambda text: print(text, flush=True)
+        name=case["name"],
+        subjects=subjects,
+        codecs=codecs,
+        seconds=case["seconds"],
+        device=clock.device,
+        say=lambda text: print(text, flush=True),
     )
     rows = [{"what": "cluster", "toml": cluster_toml(cluster), "seconds_taken": time.perf_counter() - began, "load": load()}]
     del subjects
@@ -67,11 +66,11 @@ def load() -> float:
 def _model_rows(model: str, case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
     steps: dict[str, Step] = {}
     for wire in case["wires"]:
-        reason = tried(lambda wire=wire: steps.__setitem__(wire, ddp_step(model, wire)))
+        reason = tried(lambda wire=wire: steps.__setitem__(wire, ddp_step(model, wire, clock.device)))
         if reason:
             failures[f"{model}, {wire}"] = reason
             steps.pop(wire, None)
-    blocks = {wire: _block(step) for wire, step in steps.items()}
+    blocks = {wire: _block(step, clock) for wire, step in steps.items()}
     rounds: dict[str, list[dict[str, float]]] = {wire: [] for wire in steps}
 
     def measure(wire: str) -> float:
@@ -86,26 +85,28 @@ def _model_rows(model: str, case: dict, clock: Clock, failures: dict[str, str]) 
     return [{"what": "step", "model": model, "wire": wire, "block": blocks[wire]} | own for wire, own in figures.items()]
 
 
-def _block(step: Step) -> int:
+def _block(step: Step, clock: Clock) -> int:
     """How many steps make a block: as many on every rank."""
     times = []
     for _ in range(2):
         dist.barrier()
+        clock.wait()
         began = time.perf_counter()
         step()
+        clock.wait()
         times.append(time.perf_counter() - began)
-    agreed = torch.tensor([statistics.median(times)], dtype=torch.float64)
+    agreed = torch.tensor([statistics.median(times)], dtype=torch.float64, device=clock.device)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     return max(1, min(MOST_STEPS, round(BLOCK_SECONDS / float(agreed))))
 
 
-def ddp_step(model: str, wire: str) -> Step:
+def ddp_step(model: str, wire: str, device: torch.device) -> Step:
     """A step of a new copy of the model that sends in this way, after some steps to warm up."""
     import lowp
     from lowp.predict.subjects import subject_of
     from lowp.predict.wires import compress_arguments
 
-    subject = subject_of(named(model))
+    subject = subject_of(named(model), batch=BATCH, device=device)
     ddp = DistributedDataParallel(subject.module)
     if wire == "fp16":
         ddp.register_comm_hook(None, fp16_compress_hook)
