@@ -82,7 +82,7 @@ def compared(toml: str, model: str, ranks: int, steps: list[dict]) -> list[dict]
         return []
     batch = cluster.device.times[named(model)].batch
     predicted = predict(named(model), cluster, list(measured), ranks, batch=batch).steps
-    gradients = gradients_of(subject_of(named(model), batch=4 * ranks), ranks)
+    gradients = gradients_of(subject_of(named(model), batch=4 * ranks), ranks)  # of models that come with no batch
     chosen = plan(
         named(model),
         cluster,

@@ -131,18 +131,18 @@ def usual_batch(model: str) -> int:
 
 
 def _from_function(name: str) -> Workload:
-    model, inputs, _ = from_function(name)
+    model, inputs, *_ = from_function(name)
     return traced(name, model, inputs)
 
 
-def from_function(name: str) -> tuple[nn.Module, Any, "Callable[[Any], Tensor] | None"]:
-    """What a user's `module:function` returns: the model, an example batch, and the loss, if it has one."""
+def from_function(name: str) -> tuple[nn.Module, Any, Any, "Callable[..., Tensor] | None"]:
+    """What a user's `module:function` returns: the model, an example batch, and if it has them targets and the loss."""
     made = load_plugin(name, "model")()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+    if not isinstance(made, tuple) or len(made) not in (2, 3, 4) or not isinstance(made[0], nn.Module):
         what = type(made[0]).__name__ if isinstance(made, tuple) and made else type(made).__name__
         raise CannotTrace(f"model {name!r}: it must return the model and an example batch, (nn.Module, inputs), not {what}")
-    model, inputs, *loss = made
-    if loss and not callable(loss[0]):
-        what = type(loss[0]).__name__
-        raise CannotTrace(f"model {name!r}: what it returns third is the loss, a function of outputs, not {what}")
-    return model, inputs, loss[0] if loss else None
+    model, inputs, *more = made
+    if more and not callable(more[-1]):
+        what = type(more[-1]).__name__
+        raise CannotTrace(f"model {name!r}: what it returns last is the loss, a function of outputs and targets, not {what}")
+    return model, inputs, more[0] if len(more) == 2 else None, more[-1] if more else None

@@ -68,13 +68,17 @@ class RankGradients:
 
 
 def gradients_of(subject: Subject, ranks: int, most: int = MOST_NUMBERS) -> RankGradients:
-    """A model's own, of as many ranks as the batch has samples for (two for each rank, so that norms have statistics)."""
-    parts = max(1, min(ranks, MOST_RANKS, subject.batch // 2))
+    """A model's own, of as many ranks as the batch has samples for (two for each rank, so that norms have statistics).
+
+    Where the loss is of the whole batch alone, one rank's gradients stand for all.
+    """
+    parts = 1 if subject.whole else max(1, min(ranks, MOST_RANKS, subject.batch // 2))
     before = {name: buffer.clone() for name, buffer in subject.module.named_buffers()}
     found = []
     for number in range(parts):
         subject.module.zero_grad(set_to_none=True)
-        subject.forward(inputs=subject.part(number, parts)).backward()
+        inputs, targets = subject.part(number, parts)
+        subject.forward(None, inputs, targets).backward()
         found.append({name: p.grad.detach().clone() for name, p in subject.parameters.items() if p.grad is not None})
     subject.module.zero_grad(set_to_none=True)
     _restore(subject.module, before)
@@ -120,4 +124,4 @@ def _reduction(wire: WireChoice, node: int) -> Reduction:
 def _world(reduction: Reduction, ranks: int, given: int) -> int:
     if isinstance(reduction, Hierarchical):
         return min(ranks, 2 * reduction.size)
-    return min(ranks, max(given, 1))
+    return min(ranks, max(given, 2))

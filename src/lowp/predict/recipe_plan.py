@@ -44,10 +44,10 @@ class RecipeSubject(Subject):
 
     trainer: Trainer | None = None
 
-    def forward(self, module: nn.Module | None = None, inputs: Any = None) -> Tensor:
+    def forward(self, module: nn.Module | None = None, inputs: Any = None, targets: Any = None) -> Tensor:
         assert self.trainer is not None
         with self.trainer._autocast():
-            return super().forward(module, inputs)
+            return super().forward(module, inputs, targets)
 
 
 def without_wire(recipe: Recipe) -> Recipe:
@@ -66,10 +66,11 @@ def recipe_subject(recipe: Recipe, trainer: Trainer, rank: int = 0) -> RecipeSub
     """What one rank computes in a micro-batch."""
     inputs, targets = trainer.micro_batches(rank % recipe.shares)[0]
 
-    def loss(outputs: Any) -> Tensor:
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
         return trainer._cross_entropy(outputs, targets, recipe.label_smoothing)
 
-    return RecipeSubject(model_name(recipe), trainer.model, trainer._laid_out(inputs), loss, "", trainer)
+    inputs = trainer._laid_out(inputs)
+    return RecipeSubject(model_name(recipe), trainer.model, inputs, loss, "", targets, trainer=trainer)
 
 
 def model_name(recipe: Recipe) -> str:

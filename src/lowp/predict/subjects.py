@@ -6,7 +6,8 @@ with a loss:
 
     def mine():                                   # --model module:mine
         return model, inputs                      # what the model returns is the loss, or logits
-        return model, inputs, loss                # loss(outputs) is a number
+        return model, inputs, targets, loss       # loss(outputs, targets) is a number; a part of the samples has one too
+        return model, inputs, loss                # loss(outputs) is a number; of the whole batch alone
 
 Where outputs are no number and there is no loss, it is the cross-entropy of the last dimension with classes drawn at random.
 """
@@ -28,13 +29,15 @@ SEED = 0
 
 @dataclass
 class Subject:
-    """`drawn` says what of it was drawn at random; empty: nothing."""
+    """`drawn` says what of it was drawn at random; empty: nothing. `whole`: the loss is of the whole batch alone."""
 
     name: str
     module: nn.Module
     inputs: Any
-    loss: Callable[[Any], Tensor]
+    loss: Callable[..., Tensor]
     drawn: str
+    targets: Any = None
+    whole: bool = False
 
     @property
     def batch(self) -> int:
@@ -45,23 +48,23 @@ class Subject:
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
-    def forward(self, module: nn.Module | None = None, inputs: Any = None) -> Tensor:
+    def forward(self, module: nn.Module | None = None, inputs: Any = None, targets: Any = None) -> Tensor:
         """The loss of a batch, by the model or by what stands around it."""
         module, inputs = module or self.module, self.inputs if inputs is None else inputs
+        targets = self.targets if targets is None else targets
         with blamed(f"model {self.name!r}"):
-            return self.loss(module(*inputs) if isinstance(inputs, tuple) else module(inputs))
+            outputs = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+            return self.loss(outputs) if targets is None else self.loss(outputs, targets)
 
-    def part(self, number: int, parts: int) -> Any:
-        """One of equal parts of the batch: all tensors whose first dimension counts samples are cut."""
+    def part(self, number: int, parts: int) -> tuple[Any, Any]:
+        """Inputs and targets of equal parts of the batch: all tensors whose first dimension counts samples are cut."""
         size, batch = self.batch // parts, self.batch
-        return tree_map(
-            lambda leaf: (
-                leaf[number * size : (number + 1) * size]
-                if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
-                else leaf
-            ),
-            self.inputs,
-        )
+
+        def cut(leaf: Any) -> Any:
+            samples = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
+            return leaf[number * size : (number + 1) * size] if samples else leaf
+
+        return tree_map(cut, self.inputs), tree_map(cut, self.targets)
 
 
 def subject_of(
@@ -76,17 +79,22 @@ def subject_of(
     if isinstance(model, nn.Module):
         if inputs is None:
             raise ValueError("inputs: is missing; a model of your own needs an example batch")
-        made: tuple[Any, ...] = (model, inputs, loss)
+        made: tuple[Any, ...] = (model, inputs, None, loss)
         name, drawn = type(model).__name__, ""
     elif is_plugin(model):
         made, name, drawn = from_function(model), model, ""
     else:
-        made, name, drawn = (*_drawn(model, batch), None), model, "weights, inputs and classes"
-    module, given, own_loss = made
-    module, given = module.to(device).train(), tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, given)
+        made, name, drawn = (*_drawn(model, batch), None, None), model, "weights, inputs and classes"
+    module, given, targets, own_loss = made
+
+    def there(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
     if own_loss is None:
         drawn = drawn or "classes"
-    subject = Subject(name, module, given, own_loss or usual_loss, drawn)
+    whole = own_loss is not None and targets is None
+    given, targets = tree_map(there, given), tree_map(there, targets)
+    subject = Subject(name, module.to(device).train(), given, own_loss or usual_loss, drawn, targets, whole)
     if not subject.batch:
         raise ValueError(f"model {name}: the example batch has no tensor whose first dimension counts samples")
     if not subject.parameters:
