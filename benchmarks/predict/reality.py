@@ -124,7 +124,7 @@ def record(folder: Path, device: str, rows: list[dict]) -> None:
     rows = [row for row in before if (row["link"], row["rate"]) not in links] + rows
     facts = facts_of(device, 1)
     lines = [*heading("predicted steps against measured ones", facts), "", *summary(rows), "", *details(rows)]
-    write(folder, NAME, facts, {"rows": rows}, lines)
+    write(folder, NAME, facts, {"summary": summary(rows), "rows": rows}, lines)
     print("\n".join(summary(rows)), flush=True)
 
 

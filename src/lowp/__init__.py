@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.health.audit import audit as audit
     from lowp.optim.loss_scale import LossScale as LossScale
     from lowp.optim.loss_scale import LossScaleExhausted as LossScaleExhausted
+    from lowp.predict.calibration import calibrate_cluster as calibrate_cluster
+    from lowp.predict.planning import plan as plan
     from lowp.predict.prediction import predict as predict
     from lowp.simulation import GradientDiversity as GradientDiversity
     from lowp.simulation import MasterWeights as MasterWeights
@@ -77,6 +79,8 @@ _LATER = {
     "health": "lowp.health",
     "optim": "lowp.optim",
     "predict": "lowp.predict",
+    "calibrate_cluster": "lowp.predict.calibration",
+    "plan": "lowp.predict.planning",
     "ForbiddenTensor": "lowp.health.audit",
     "audit": "lowp.health.audit",
     "LossScale": "lowp.optim.loss_scale",

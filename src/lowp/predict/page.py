@@ -1,6 +1,7 @@
 """docs/prediction.md, written by the code: `python -m lowp.predict.page docs/prediction.md`, and `--check` in the tests."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from lowp.predict.published import (
 )
 from lowp.predict.published_throughput import SERIES, ThroughputRow, bandwidth_rows, median_error, throughput_rows
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 _HEADING = """# Prediction against what was published
 
 Written by `python -m lowp.predict.page docs/prediction.md`; a test fails when the code says something else. What is modelled,
@@ -65,6 +67,12 @@ to be fitted to, its median error is {tried:.1f} %, with {worst:.0f} % at worst;
 with {most:.0f} % at worst. Two GPUs lose a few per cent for other reasons than their links. The choice was made with these rows
 in view.
 """
+_REALITY = """
+## Measured steps
+
+`lowp calibrate` through each link, then DistributedDataParallel's steps of three models, wire by wire in turns, against what is
+predicted from the calibration alone (`python -m benchmarks predict --links`, and `--nccl`). Every step is in the files.
+"""
 _LEFT_OUT = """
 Not predicted: MLPerf's .183 minutes on 3,584 H100, whose batch and epochs could not be had.
 """
@@ -76,7 +84,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def page() -> str:
-    parts = [_HEADING, *_eight_bits(), _JIA, _figures([*step_figures(), *jia_figures()]), "", _APS, _aps(), "", *_throughput()]
+    parts = [_HEADING, *_eight_bits(), _JIA, _figures([*step_figures(), *jia_figures()]), "", _APS, _aps(), "", *_throughput(), *_reality()]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -129,6 +137,17 @@ def _throughput() -> list[str]:
     summary = f"**Median absolute error of {len(rows)} rows: {100 * median_error(rows):.1f} %.**\n"
     header = ("source", "model", "GPUs", "", "published", "predicted", "error", "fitted")
     return [_THROUGHPUT, summary, markdown(header, map(_row, rows)), _MISSES, *_misses(rows), _tried(), _LEFT_OUT.strip()]
+
+
+def _reality() -> list[str]:
+    """From the files of results, which are beside the code; an installed package has none."""
+    parts = []
+    for path in sorted(RESULTS.glob("*-predict-reality.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        file = path.with_suffix(".md").name
+        parts += [f"\n### {found['facts']['machine']}, torch {found['facts']['torch']}\n", *found["summary"]]
+        parts += ["", f"Each step: [{file}](../benchmarks/results/{file})."]
+    return [_REALITY.rstrip(), *parts] if parts else []
 
 
 def _tried() -> str:
