@@ -124,8 +124,14 @@ def test_files_that_are_none(tmp_path):
         read("[a]\nb = ?\n", tmp_path)
     with pytest.raises(ClusterError, match="unknown cluster 'dgx-h10'; did you mean 'dgx-h100'"):
         cluster_of("dgx-h10")
-    with pytest.raises(ClusterError, match=r"levels: there is none"):
-        cluster_from({"device": {}, "levels": []})
+
+
+def test_without_levels_there_is_one_device():
+    alone = cluster_from({"device": {}, "levels": []})
+    assert alone == cluster_from({"device": {}})
+    assert alone.arrange(1).ranks == 1
+    with pytest.raises(ValueError, match=r"ranks: 2 need links, and cluster cluster has no level of them \(\[\[levels\]\]\)"):
+        alone.arrange(2)
 
 
 def test_levels_must_divide():

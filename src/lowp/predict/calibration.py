@@ -139,7 +139,7 @@ class Calibration:
         meeting, compute = self.meeting, self._computation()
         seconds = self._share("sharing", 2)
         if self.codecs and device.codecs:
-            run = CodecRun(self.codecs[0].settings, TwoShot(), torch.randn(1 << 20))
+            run = CodecRun(self.codecs[0].settings, TwoShot(), torch.randn(1 << 18))
             run()
             device = replace(device, beside=sharing.beside(meeting, compute, run, seconds))
             self.say(f"sharing  {100 * device.beside:.0f} % of encoding and decoding runs beside the computation")

@@ -86,7 +86,7 @@ class PlannedHandle(Handle):
         self._cluster = None if cluster is None else cluster_of(cluster)
         self._options = options
         self._ddp = weakref.ref(ddp)
-        self._group = ddp.process_group
+        self._group: Any = ddp.process_group
         self._parameters = synchronised(ddp)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._device = next(iter(self._parameters.values())).device

@@ -90,7 +90,7 @@ class CodecRun:
 
 def codec_speed(meeting: Meeting, settings: Settings, seconds: float) -> tuple[CodecSpeed, float]:
     """Seconds a number, and seconds that a chunk takes beside its numbers."""
-    numbers = torch.randn(NUMBERS[meeting.device.type], device=meeting.device).mul_(1e-3)
+    numbers = torch.randn(_numbers(meeting, settings, seconds), device=meeting.device).mul_(1e-3)
     runs = {str(how): CodecRun(settings, how, numbers) for how in (OneShot(), TwoShot())}
     few = CodecRun(settings, TwoShot(), numbers[:FEW].clone())
     spent: dict[tuple[str, str], list[float]] = {(how, what): [] for how in runs for what in ("encode", "decode")}
@@ -103,7 +103,8 @@ def codec_speed(meeting: Meeting, settings: Settings, seconds: float) -> tuple[C
 
         return call
 
-    calls: dict[str, Callable[[], object]] = {how: metered(how) for how in runs} | {"few": few}
+    calls: dict[str, Callable[[], object]] = {how: metered(how) for how in runs}
+    calls["few"] = few
     for call in calls.values():
         call()
     times = meeting.in_turns(calls, seconds, ROUNDS)
@@ -116,6 +117,18 @@ def codec_speed(meeting: Meeting, settings: Settings, seconds: float) -> tuple[C
     decode = max(0.0, rest + twice - encode - (2 * add + encode) / 2)
     speed = CodecSpeed(*(min(value, _SLOWEST) for value in (encode, add, decode)))
     return speed, statistics.median(meeting.mean(times["few"]))
+
+
+def _numbers(meeting: Meeting, settings: Settings, seconds: float) -> int:
+    """Of a chunk: as usual, but fewer where a codec is slow (without kernels), so that some rounds fit into the time."""
+    least = NUMBERS[meeting.device.type] >> 5
+    run = CodecRun(settings, TwoShot(), torch.randn(least, device=meeting.device).mul_(1e-3))
+    run()
+    (took,) = meeting.largest([meeting.seconds(run)])
+    count = least
+    while count < NUMBERS[meeting.device.type] and 2 * took * (2 * count / least) * ROUNDS / 2 < seconds:
+        count *= 2
+    return count
 
 
 def prepare(codecs: Sequence[Codec], device: torch.device) -> None:

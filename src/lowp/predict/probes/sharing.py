@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from lowp.predict.probes.meeting import Meeting
 
-PERIOD = 0.8  # seconds for which a second thread is kept busy
+PERIOD = 0.8  # seconds for which a second thread is kept busy, where there is time
 ROUNDS = 5
 Work = Callable[[], object]
 
@@ -24,14 +24,14 @@ Work = Callable[[], object]
 def beside(meeting: Meeting, compute: Work, codec: Work, seconds: float) -> float:
     """The share of a codec's time that the computation does not lose."""
     alone = statistics.median(meeting.mean([meeting.seconds(codec) for _ in range(5)]))
-    count = max(1, round(PERIOD / max(alone, 1e-4)))
+    count = max(1, round(min(PERIOD, seconds / 4) / max(alone, 1e-4)))
     lost = _median_loss(meeting, compute, codec, count, seconds)
     return min(1.0, max(0.0, 1 - lost / (count * alone)))
 
 
 def processor(meeting: Meeting, compute: Work, exchange: Work, size: int, bandwidth: float, seconds: float) -> float:
     """Seconds of computation for each byte that a rank sends; `exchange` sends `size` bytes, and receives as many."""
-    count = max(1, round(PERIOD * bandwidth / size))
+    count = max(1, round(min(PERIOD, seconds / 4) * bandwidth / size))
     return max(0.0, _median_loss(meeting, compute, exchange, count, seconds)) / (count * size)
 
 
