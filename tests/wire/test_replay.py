@@ -1,6 +1,7 @@
 """What is recorded as CUDA graphs, and when. (That replayed steps give the same bits: tests/gpu/test_wire_cuda.py.)"""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_graphs_end_where_messages_are_started(monkeypatch, options, messages):
 class ReplayedGraph(Graph):
     """A graph that says when it is launched."""
 
-    said: list[str] = []
+    said: ClassVar[list[str]] = []
 
     def replay(self):
         self.said.append("graph")
