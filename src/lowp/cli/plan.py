@@ -17,6 +17,8 @@ EXAMPLES = examples(
     ("lowp train aps8 --ranks 2 --set wire=plan", "measure, plan and train"),
 )
 
+WIDE = 100  # columns, from which on a table shows where the time goes
+
 
 def plan_wire(
     model: Annotated[str, typer.Option(metavar="NAME", help="A model of `lowp predict --models`, or module:function.")],
@@ -66,23 +68,18 @@ def print_plan(found: "Plan") -> None:
         f"{step.model} on {step.ranks} ranks of {step.cluster}, {step.batch} samples each; error at most {found.max_error:g}"
     )
     out.print(f"[dim]errors are of {found.gradients}[/]\n")
+    wide = out.width >= WIDE
     result = table()
     result.add_column("wire", no_wrap=True)
-    for head in ("bucket MB", "step", "exposed", "coding", "error"):
-        result.add_column(head, justify="right")
+    for head in ("MB", "step", *(("exposed", "coding") if wide else ()), "error"):
+        result.add_column(head, justify="right", no_wrap=True)
     result.add_column("")
     for option in (chosen, *found.runners_up):
-        times, picked = option.step.times, option is chosen
-        cells = [
-            option.wire,
-            f"{option.bucket_mb:g}",
-            f"{1e3 * times.step:.3g} ms",
-            f"{1e3 * times.exposed:.3g}",
-            f"{1e3 * (times.encode + times.decode):.3g}",
-            f"{option.error:.2g}",
-            "[bold]chosen[/]" if picked else found.why_not(option),
-        ]
-        result.add_row(*(f"[bold]{cell}[/]" if picked and number < 6 else cell for number, cell in enumerate(cells)))
+        times = option.step.times
+        cells = [option.wire, f"{option.bucket_mb:g}", f"{1e3 * times.step:.3g} ms"]
+        cells += [f"{1e3 * times.exposed:.3g}", f"{1e3 * (times.encode + times.decode):.3g}"] if wide else []
+        cells += [f"{option.error:.2g}", "chosen" if option is chosen else found.why_not(option)]
+        result.add_row(*cells, style="bold" if option is chosen else None)
     out.print(result)
     rest = len(found.options) - 1 - len(found.runners_up)
     if rest:

@@ -84,7 +84,18 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def page() -> str:
-    parts = [_HEADING, *_eight_bits(), _JIA, _figures([*step_figures(), *jia_figures()]), "", _APS, _aps(), "", *_throughput(), *_reality()]
+    parts = [
+        _HEADING,
+        *_eight_bits(),
+        _JIA,
+        _figures([*step_figures(), *jia_figures()]),
+        "",
+        _APS,
+        _aps(),
+        "",
+        *_throughput(),
+        *_reality(),
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 
