@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowp.predict.cluster import ModelTimes, expected_maximum
 from lowp.predict.probes.meeting import Meeting
 from lowp.predict.subjects import Subject
+from lowp.wire.replay import completed
 
 ROUNDS = 25
 WARM_UP = 2  # steps; DDP makes its buckets anew after the first
@@ -107,9 +108,7 @@ def silent_step(subject: Subject, group: Any) -> Callable[[], None]:
 
 
 def _silent(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # DDP looks at names and annotations
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+    return completed(bucket.buffer())
 
 
 def model_times(meeting: Meeting, subject: Subject, seconds: float) -> tuple[ModelTimes, float]:
