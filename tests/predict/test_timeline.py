@@ -109,3 +109,41 @@ def test_a_stream_is_never_slower_with_less_to_do(buckets, factor, what):
     lighter = [replace(job, chunks=tuple(less(own) for own in job.chunks)) for job in buckets]
     usual, less_work = (step_times(1.0, each, 1, streamed=True).step for each in (buckets, lighter))
     assert less_work <= usual + 1e-9
+
+
+def test_a_burst_passes_at_once_after_a_pause():
+    """Half a second is saved up before the step, .2 again until the second bucket is ready."""
+    jobs = [BucketJob(1.0, (plain(1.0),)), BucketJob(1.0, (plain(1.0),))]
+    assert step_times(1.0, jobs, 1, burst=0.5).step == pytest.approx(2.5)
+    late = [BucketJob(0.0, (plain(0.7),)), BucketJob(0.4, (plain(0.7),))]
+    assert step_times(0.4, late, 1, burst=0.5).step == pytest.approx(0.4 + 0.7 - 0.2)
+
+
+def test_messages_that_the_processor_handles_delay_the_computation():
+    sent = ChunkCost((ChunkStep(0, 0, 0.2, 0, 0.1), ChunkStep(0, 0)), 0.0, 0.0, 0)
+    times = step_times(1.0, [BucketJob(0.5, (sent,))], 1)
+    assert times.step == pytest.approx(1.1)
+    assert times.exposed == pytest.approx(0.1)
+    after = step_times(1.0, [BucketJob(1.0, (sent,))], 1)  # nobody computes any more
+    assert after.step == pytest.approx(1.2)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 0.5), st.floats(0, 0.2)), min_size=1, max_size=6),
+    st.floats(0, 0.3),
+    st.floats(0, 0.3),
+    st.floats(0, 2),
+)
+@settings(max_examples=60)
+def test_more_burst_and_less_handling_are_never_slower(buckets, burst, more, factor):
+    def jobs(scale):
+        own = [
+            BucketJob(ready, (ChunkCost((ChunkStep(0, 0, busy, 0, scale * handling), ChunkStep(0, 0)), 0.0, 0.0, 0),))
+            for ready, busy, handling in buckets
+        ]
+        return sorted(own, key=lambda job: job.ready)
+
+    base = step_times(1.0, jobs(factor), 1, burst=burst).step
+    assert step_times(1.0, jobs(0.0), 1, burst=burst).step <= base + 1e-9
+    without = step_times(1.0, jobs(0.0), 1, burst=burst).step
+    assert step_times(1.0, jobs(0.0), 1, burst=burst + more).step <= without + 1e-9
