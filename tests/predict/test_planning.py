@@ -11,7 +11,7 @@ from torch import nn
 import lowp
 from lowp.predict.candidates import candidate_wires, node_sizes, reductions_for
 from lowp.predict.cluster import Cluster, Device, LinkLevel, ModelTimes
-from lowp.predict.gradients import RankGradients, cut, gradients_of
+from lowp.predict.gradients import SampleGradients, cut, gradients_of
 from lowp.predict.planning import GAIN, MAX_ERROR, chosen_of, plan
 from lowp.predict.subjects import subject_of
 from lowp.predict.wires import compress_arguments, wire_of
@@ -95,9 +95,9 @@ def test_records_are_flat_and_plans_repeat():
 
 def test_gradients_decide_not_a_table():
     """Of one number each, all gradients are exact in any format: the fewest bytes win, whatever the budget."""
-    ones = RankGradients(tuple({"0.weight": torch.ones(64, 64)} for _ in range(4)), "ones")
+    ones = SampleGradients(tuple({"0.weight": torch.ones(64, 64)} for _ in range(4)), "ones")
     assert ones.error(wire_of("e2m1fn/block:32"), 4) == 0
-    noise = RankGradients(tuple({"0.weight": torch.randn(64, 64)} for _ in range(4)), "noise")
+    noise = SampleGradients(tuple({"0.weight": torch.randn(64, 64)} for _ in range(4)), "noise")
     errors = [noise.error(wire_of(wire), 4) for wire in ("fp32", "fp16/none", "e4m3fn/local", "e2m1fn/block:32")]
     assert errors == sorted(errors)
     assert errors[0] == 0 < errors[1] < 0.001 < errors[2] < 0.05 < errors[3] < 0.3
@@ -106,7 +106,7 @@ def test_gradients_decide_not_a_table():
 def test_the_error_is_the_virtual_worlds():
     torch.manual_seed(1)
     own = [{"a": torch.randn(50), "b": torch.randn(7, 3)} for _ in range(4)]
-    found = RankGradients(tuple(own), "").error(wire_of("e5m2/local@one_shot"), 4)
+    found = SampleGradients(tuple(own), "").error(wire_of("e5m2/local@one_shot"), 4)
     sums = lowp.VirtualWorld(4).all_reduce(own, "e5m2", scale="local", reduction="one_shot", op="mean")
     exact = {name: torch.stack([each[name].double() for each in own]).mean(0) for name in own[0]}
     lost = sum(float((sums[name] - exact[name]).square().sum()) for name in exact)
@@ -114,7 +114,7 @@ def test_the_error_is_the_virtual_worlds():
 
 
 def test_what_overflows_is_not_chosen():
-    huge = RankGradients(tuple({"w": torch.full((64,), 1e6)} for _ in range(2)), "huge")
+    huge = SampleGradients(tuple({"w": torch.full((64,), 1e6)} for _ in range(2)), "huge")
     assert huge.error(wire_of("fp16/none"), 2) > 0.9  # it saturates
     assert huge.error(wire_of("fp16"), 2) > 0.9  # torch's own
     assert huge.error(wire_of("fp16/local"), 2) < 0.001
@@ -132,7 +132,7 @@ def test_gradients_of_a_model_leave_it_as_it_was():
 
 def test_large_models_are_cut_in_proportion():
     own = {"a": torch.randn(900), "b": torch.randn(100), "c": torch.randn(1)}
-    few = cut(RankGradients((own,), ""), 100).ranks[0]
+    few = cut(SampleGradients((own,), ""), 100).ranks[0]
     assert [few[name].numel() for name in own] == [90, 10, 1]
 
 
@@ -205,7 +205,7 @@ def test_models_that_cannot_be_planned_for():
     with pytest.raises(ValueError, match="unknown model 'mpl'; did you mean 'mlp'"):
         plan("mpl", cluster(), 2)
     with pytest.raises(ValueError, match="gradients: that of 'w' on rank 0 is not finite"):
-        RankGradients(({"w": torch.tensor([1.0, math.nan])},), "")
+        SampleGradients(({"w": torch.tensor([1.0, math.nan])},), "")
     with pytest.raises(ValueError, match="ranks: 2 need links"):
         plan("mlp", Cluster("one", Device("d", "cpu", bandwidth=1e10, flops=1e10), ()), 2)
 

@@ -1,4 +1,4 @@
-"""Steps that were measured (benchmarks/results/*-predict-reality.json): predictions there are those that this code makes."""
+"""Steps that were measured (`python -m benchmarks predict --links`): the predictions in the results are those of this code."""
 
 import importlib
 import json

@@ -7,7 +7,7 @@ import typer
 from lowp.cli.output import JSON_HELP, console, examples, print_json, table
 
 if TYPE_CHECKING:
-    from lowp.predict.planning import Plan
+    from lowp.predict.planning import WirePlan
 
 EXAMPLES = examples(
     ("lowp calibrate --ranks 2 --model cnn", "measure first: writes cluster.toml"),
@@ -61,7 +61,7 @@ def plan_wire(
     print_plan(chosen)
 
 
-def print_plan(found: "Plan") -> None:
+def print_plan(found: "WirePlan") -> None:
     out, chosen = console(), found.chosen
     step = chosen.step
     out.print(

@@ -16,7 +16,7 @@ from lowp.predict.candidates import reductions_for
 from lowp.predict.cluster import Cluster, Device
 from lowp.predict.planning import GAIN, PlanOption, chosen_of
 from lowp.predict.prediction import BUCKET_MB, MEGABYTE, predict
-from lowp.predict.probes.codecs import codec_speed
+from lowp.predict.probes.codec_times import codec_speed
 from lowp.predict.probes.link import link_levels
 from lowp.predict.probes.meeting import Meeting
 from lowp.predict.wires import WireChoice, wire_of

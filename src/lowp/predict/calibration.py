@@ -2,7 +2,7 @@
 
 1. The device: copies, products. The kernels of the codecs are built, by one rank of every machine for all.
 2. The links of every level (probes/link.py), where there is more than one rank.
-3. Seconds a number of every codec (probes/codecs.py).
+3. Seconds a number of every codec (probes/codec_times.py).
 4. The models, layer by layer (probes/model.py), and how unevenly ranks run.
 5. What computation, codecs and messages take from each other (probes/sharing.py).
 
@@ -25,9 +25,9 @@ from lowp.predict.candidates import CODECS
 from lowp.predict.cluster import Cluster, CodecSpeed, Device, LinkLevel, ModelTimes, Stragglers
 from lowp.predict.codec_speed import TORCH
 from lowp.predict.probes import sharing
-from lowp.predict.probes.codecs import CASTS, CodecRun, cast_speed, codec_speed, prepare
+from lowp.predict.probes.codec_times import CASTS, CodecRun, cast_speed, codec_speed, prepare
 from lowp.predict.probes.device import bare_device, with_speeds
-from lowp.predict.probes.link import Neighbours, link_levels
+from lowp.predict.probes.link import RingNeighbours, link_levels
 from lowp.predict.probes.meeting import Meeting
 from lowp.predict.probes.model import model_times, plain_step
 from lowp.predict.quantities import rate_text, seconds_text
@@ -145,7 +145,7 @@ class Calibration:
             self.say(f"sharing  {100 * device.beside:.0f} % of encoding and decoding runs beside the computation")
         if levels:
             outer, size = levels[-1], min(MESSAGE, max(4096, int(levels[-1].bandwidth * 0.1)))
-            neighbours = Neighbours(meeting, list(range(meeting.ranks)), size)
+            neighbours = RingNeighbours(meeting, list(range(meeting.ranks)), size)
             taken = sharing.processor(
                 meeting, compute, lambda: neighbours.exchange(1, size), size, outer.bandwidth, self._share("sharing", 2)
             )

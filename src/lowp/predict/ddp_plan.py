@@ -28,8 +28,8 @@ from lowp.predict.auto import first_says
 from lowp.predict.calibration import calibrate_cluster
 from lowp.predict.cluster import Cluster, ModelTimes
 from lowp.predict.cluster_file import cluster_of
-from lowp.predict.gradients import MOST_NUMBERS, RankGradients, share_of
-from lowp.predict.planning import MAX_ERROR, Plan, plan
+from lowp.predict.gradients import MOST_NUMBERS, SampleGradients, share_of
+from lowp.predict.planning import MAX_ERROR, WirePlan, plan
 from lowp.predict.probes.model import Stamps
 from lowp.predict.workload import ModelLayer, Work, Workload
 from lowp.wire.ddp import Handle, compress_gradients, switch_to, synchronised
@@ -92,7 +92,7 @@ class PlannedHandle(Handle):
         self._device = next(iter(self._parameters.values())).device
         self._seen = self._done = 0
         self._inner: Handle | None = None
-        self.plan: Plan | None = None
+        self.plan: WirePlan | None = None
         self.arguments: dict[str, Any] | None = None
         numbers = sum(parameter.numel() for parameter in self._parameters.values())
         self._observed: _Observed | None = _Observed(self._device, share_of(numbers, MOST_NUMBERS))
@@ -137,7 +137,9 @@ class PlannedHandle(Handle):
             raise ValueError(failure)
         return arguments
 
-    def _planned(self, cluster: Cluster, buckets: list[list[str]], seconds: list[float], gradients: RankGradients) -> Plan:
+    def _planned(
+        self, cluster: Cluster, buckets: list[list[str]], seconds: list[float], gradients: SampleGradients
+    ) -> WirePlan:
         workload, times = observed_workload({n: tuple(p.shape) for n, p in self._parameters.items()}, buckets, seconds)
         found = plan(
             workload,
@@ -153,7 +155,7 @@ class PlannedHandle(Handle):
         logger.info("plan: %s, predicted %.1f ms a step (%s)", found.chosen.wire, 1e3 * step.step, found.gradients)
         return found
 
-    def _gathered(self, own: Mapping[str, Tensor]) -> RankGradients:
+    def _gathered(self, own: Mapping[str, Tensor]) -> SampleGradients:
         """Of the first ranks, on every rank. A broadcast of each: their sum over ranks is never needed."""
         ranks = min(GATHERED, dist.get_world_size(self._group))
         flat = torch.cat(list(own.values()))
@@ -163,7 +165,7 @@ class PlannedHandle(Handle):
             dist.broadcast(theirs, dist.get_global_rank(self._group, rank), group=self._group)
             pieces = theirs.cpu().split([gradient.numel() for gradient in own.values()])
             found.append(dict(zip(own, pieces, strict=True)))
-        return RankGradients(tuple(found), f"gradients of {ranks} ranks in step {self._done}")
+        return SampleGradients(tuple(found), f"gradients of {ranks} ranks in step {self._done}")
 
     def _apply(self, ddp: DistributedDataParallel, arguments: dict[str, Any]) -> None:
         self._before_forward.remove()

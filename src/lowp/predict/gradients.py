@@ -30,7 +30,7 @@ MOST_NUMBERS = 1 << 20  # of one rank
 
 
 @dataclass(frozen=True)
-class RankGradients:
+class SampleGradients:
     """Gradients by parameter, rank by rank. `source` says in words where they come from."""
 
     ranks: tuple[Mapping[str, Tensor], ...]
@@ -67,7 +67,7 @@ class RankGradients:
         return math.sqrt(lost / whole) if whole else 0.0
 
 
-def gradients_of(subject: Subject, ranks: int, most: int = MOST_NUMBERS) -> RankGradients:
+def gradients_of(subject: Subject, ranks: int, most: int = MOST_NUMBERS) -> SampleGradients:
     """A model's own, of as many ranks as the batch has samples for (two for each rank, so that norms have statistics).
 
     Where the loss is of the whole batch alone, one rank's gradients stand for all.
@@ -87,7 +87,7 @@ def gradients_of(subject: Subject, ranks: int, most: int = MOST_NUMBERS) -> Rank
     drawn = f"; {subject.drawn} are drawn at random" if subject.drawn else ""
     samples = subject.batch // parts
     source = f"gradients of {parts} rank{'s' if parts > 1 else ''}, of {samples} sample{'s' if samples > 1 else ''} each{drawn}"
-    return cut(RankGradients(tuple(found), source), most)
+    return cut(SampleGradients(tuple(found), source), most)
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def _restore(module: nn.Module, before: Mapping[str, Tensor]) -> None:
             buffer.copy_(before[name])
 
 
-def cut(gradients: RankGradients, most: int = MOST_NUMBERS) -> RankGradients:
+def cut(gradients: SampleGradients, most: int = MOST_NUMBERS) -> SampleGradients:
     """The first numbers of every parameter, in proportion, so that a rank has at most about `most`."""
     share = share_of(sum(gradient.numel() for gradient in gradients.ranks[0].values()), most)
     if share == 1:
@@ -107,7 +107,7 @@ def cut(gradients: RankGradients, most: int = MOST_NUMBERS) -> RankGradients:
         {name: g.reshape(-1)[: max(1, math.ceil(share * g.numel()))].clone() for name, g in rank.items()}
         for rank in gradients.ranks
     )
-    return RankGradients(own, f"{gradients.source}; the first {100 * share:.0f} % of each parameter")
+    return SampleGradients(own, f"{gradients.source}; the first {100 * share:.0f} % of each parameter")
 
 
 def share_of(numbers: int, most: int) -> float:

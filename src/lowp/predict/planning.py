@@ -22,7 +22,7 @@ from lowp.predict.architectures import usual_batch, workload_of
 from lowp.predict.candidates import BUCKET_MB, candidate_wires
 from lowp.predict.cluster import Cluster
 from lowp.predict.cluster_file import cluster_of
-from lowp.predict.gradients import RankGradients, gradients_of
+from lowp.predict.gradients import SampleGradients, gradients_of
 from lowp.predict.prediction import BUCKET_MB as USUAL_BUCKET_MB
 from lowp.predict.prediction import MEGABYTE, PredictedStep, predict
 from lowp.predict.subjects import subject_of
@@ -59,7 +59,7 @@ class PlanOption:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WirePlan:
     """`options` are all candidates, the fastest first; `chosen` is one of them."""
 
     chosen: PlanOption
@@ -138,8 +138,8 @@ def plan(
     bucket_mb: "Iterable[float]" = BUCKET_MB,
     buckets: "Sequence[Sequence[str]] | None" = None,
     torchs: Iterable[str] = PLAIN,
-    gradients: RankGradients | None = None,
-) -> Plan:
+    gradients: SampleGradients | None = None,
+) -> WirePlan:
     """The fastest way to send a model's gradients, within a budget of error.
 
         found = lowp.plan("cnn", "cluster.toml", ranks=4, max_error=0.05)
@@ -169,7 +169,7 @@ def plan(
             raise ValueError("gradients: is missing; a Workload computes none")
         gradients = gradients_of(subject_of(model, inputs, loss, batch=_samples(batch, ranks)), ranks)
     options = _with_errors(options, gradients, max_error, ranks, arrangement.node)
-    return Plan(chosen_of(options), tuple(options), max_error, gradients.source)
+    return WirePlan(chosen_of(options), tuple(options), max_error, gradients.source)
 
 
 def _samples(batch: int, ranks: int) -> int:
@@ -223,7 +223,7 @@ def _best_size(options: Sequence[PlanOption]) -> PlanOption:
 
 
 def _with_errors(
-    options: Sequence[PlanOption], gradients: RankGradients, max_error: float, ranks: int, node: int
+    options: Sequence[PlanOption], gradients: SampleGradients, max_error: float, ranks: int, node: int
 ) -> list[PlanOption]:
     """The errors of the fastest options, until some are within the budget; and of float32, which is always there to take."""
     found: list[PlanOption] = []

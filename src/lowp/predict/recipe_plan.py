@@ -21,8 +21,8 @@ from lowp.predict.architectures import workload_of
 from lowp.predict.calibration import calibrate_cluster
 from lowp.predict.cluster import Cluster, ModelTimes
 from lowp.predict.cluster_file import cluster_of, read_cluster
-from lowp.predict.gradients import MOST_RANKS, RankGradients, cut
-from lowp.predict.planning import Plan, plan
+from lowp.predict.gradients import MOST_RANKS, SampleGradients, cut
+from lowp.predict.planning import WirePlan, plan
 from lowp.predict.subjects import Subject
 from lowp.predict.workload import ModelLayer, Work, Workload
 from lowp.train.launch import is_rank, launch
@@ -77,7 +77,7 @@ def model_name(recipe: Recipe) -> str:
     return f"recipe {recipe.name}"
 
 
-def recipe_gradients(recipe: Recipe, trainer: Trainer) -> RankGradients:
+def recipe_gradients(recipe: Recipe, trainer: Trainer) -> SampleGradients:
     """Of the first micro-batch of the first step, of several ranks."""
     ranks, found = min(recipe.shares, MOST_RANKS), []
     for rank in range(ranks):
@@ -86,7 +86,7 @@ def recipe_gradients(recipe: Recipe, trainer: Trainer) -> RankGradients:
         subject.forward().backward()
         found.append({name: p.grad.float().clone() for name, p in subject.parameters.items() if p.grad is not None})
     trainer.model.zero_grad(set_to_none=True)
-    return cut(RankGradients(tuple(found), f"gradients of {ranks} ranks in the recipe's first step"))
+    return cut(SampleGradients(tuple(found), f"gradients of {ranks} ranks in the recipe's first step"))
 
 
 def calibrate_recipe(recipe: Recipe, world: World, *, data: Path | None = None, seconds: float = SECONDS, say: Say) -> Cluster:
@@ -160,7 +160,7 @@ def _planned_by_ranks(recipe: Recipe, data: Path | None, say: Say) -> Recipe:
     return with_changes(recipe, wire=wire)
 
 
-def _plan(recipe: Recipe, cluster: Cluster, device: torch.device, data: Path | None) -> Plan:
+def _plan(recipe: Recipe, cluster: Cluster, device: torch.device, data: Path | None) -> WirePlan:
     name, trainer = model_name(recipe), recipe_trainer(recipe, device, data)
     try:
         gradients = recipe_gradients(recipe, trainer)
@@ -191,7 +191,7 @@ def measured_workload(name: str, shapes: dict[str, tuple[int, ...]], times: Mode
     return Workload(name, tuple(ModelLayer(layer, shape, Work(), Work(), turn[layer]) for layer, shape in shapes.items()))
 
 
-def _applied(recipe: Recipe, found: Plan, say: Say) -> Recipe:
+def _applied(recipe: Recipe, found: WirePlan, say: Say) -> Recipe:
     keys = found.recipe
     assert keys is not None, "torch's own 16 bits were no candidates"
     chosen = found.chosen

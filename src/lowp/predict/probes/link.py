@@ -29,7 +29,7 @@ LONGEST = 0.35  # seconds of a round, from which on sizes do not grow
 ROUNDS = 15
 
 
-class Neighbours:
+class RingNeighbours:
     """Messages from every rank to the next of a ring, and from the one before. `ring` is this rank's, in order."""
 
     def __init__(self, meeting: Meeting, ring: list[int], largest: int) -> None:
@@ -72,12 +72,12 @@ def sharing_ranks(times: float, here: int) -> int:
 def link_level(meeting: Meeting, name: str, ring: list[int], seconds: float, sends: bool = True) -> LinkLevel:
     """The links between the ranks of a ring, measured by all of them at once, or by those alone that send."""
     largest = LARGEST[meeting.device.type]
-    neighbours = Neighbours(meeting, ring, largest)
+    neighbours = RingNeighbours(meeting, ring, largest)
     times = _by_size(meeting, neighbours, largest, seconds, sends)
     return fitted(name, times)
 
 
-def _by_size(meeting: Meeting, neighbours: Neighbours, largest: int, seconds: float, sends: bool) -> dict[Kind, float]:
+def _by_size(meeting: Meeting, neighbours: RingNeighbours, largest: int, seconds: float, sends: bool) -> dict[Kind, float]:
     """Seconds of a round by (messages, bytes of each)."""
 
     def call(count: int, size: int) -> Callable[[], None]:
