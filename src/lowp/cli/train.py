@@ -101,7 +101,8 @@ def _planned(chosen: "Recipe", out: Path | None, data: Path | None) -> "Recipe":
         return chosen
     from lowp.predict.recipe_plan import planned_recipe
 
-    return planned_recipe(chosen, out, data=data, say=typer.echo)
+    first = os.environ.get("RANK", "0") == "0"
+    return planned_recipe(chosen, out, data=data, say=typer.echo if first else lambda text: None)
 
 
 def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, quiet: bool) -> None:
