@@ -46,7 +46,9 @@ else
 test-gpu: PYTEST = $(BIN)/pytest
 test-gpu: setup
 endif
-	PYTHONPATH=src $(PYTEST) -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal
+	PYTHONPATH=src $(PYTEST) -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal --ignore tests/gpu/test_nccl.py --ignore tests/peers
+	# By themselves: processes that share a GPU take turns, and ranks that wait for their turn seem to hang.
+	PYTHONPATH=src $(PYTEST) -p no:benchmark -m gpu -n 1 tests/gpu/test_nccl.py
 
 lint: setup
 	$(BIN)/ruff check .
