@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.vectors import preamble
+from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.noise import KEY_SIZE
 from lowp.wire import adaptive_tables as tables
 
@@ -268,7 +268,7 @@ INLINE void write_codes(const f32* x, f32 factor, int width, uint8_t* to, const 
 }
 #else
 INLINE void write_codes(const f32* x, f32 factor, int width, uint8_t* to) {
-#if defined(LONG_32) && defined(__AVX512BW__)
+#if defined(AVX512_32) && defined(__AVX512BW__)
     const __m512i base = _mm512_load_si512(BASE), rise = _mm512_load_si512(RISE);
     __m256i half[2];
     uint64_t plane = 0;
@@ -344,7 +344,7 @@ _DECODER = r"""
 typedef STORED stored;
 // What the codes of a group stand for.
 INLINE void read_codes(const uint8_t* from, int width, f32* x) {
-#if defined(LONG_32) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
+#if defined(AVX512_32) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
     uint64_t sign;
     memcpy(&sign, from, 8);
     __m512i codes = _mm512_setzero_si512();

@@ -157,15 +157,24 @@ INLINE i64 smaller(i64 a, i64 b) { return (i64)_mm512_min_epi64((__m512i)a, (__m
 INLINE f64 larger(f64 a, f64 b) { return (f64)_mm512_max_pd((__m512d)a, (__m512d)b); }
 INLINE f64 smaller(f64 a, f64 b) { return (f64)_mm512_min_pd((__m512d)a, (__m512d)b); }
 INLINE f64 fused(f64 a, f64 b, f64 c) { return (f64)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c); }
+INLINE f32 nearest_integer(f32 x) { f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_rintf(x[l]); return r; }
+INLINE f32 integer_below(f32 x) { f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_floorf(x[l]); return r; }
+INLINE f32 half_to_float(i16 h) { f32 r; for (int l = 0; l < LANES; l++) r[l] = _cvtsh_ss((uint16_t)h[l]); return r; }
 INLINE i64 look_up_i64(const int64_t* table, i32 index) { return (i64)_mm512_i32gather_epi64((__m256i)index, table, 8); }
 INLINE f64 look_up_f64(const double* table, i32 index) { return (f64)_mm512_i32gather_pd((__m256i)index, table, 8); }
 #endif
 """
 
 _AVX2 = r"""
+#if defined(__AVX2__) && LANES == 8
+INLINE int32_t largest_of(i32 x) {
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E)); m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1));
+    return _mm_cvtsi128_si32(m); }
+#endif
 #if defined(AVX2_32)
-INLINE __m128i widened(i8 x) { return _mm_cvtsi64_si128((long long)x); }
-CONVERTED(i32, i8, _mm256_cvtepi8_epi32, widened)
+INLINE __m256i wide_bytes(i8 x) { return _mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)x)); }
+CONVERTED(i32, i8, wide_bytes, i8)
 CONVERTED(i32, i16, _mm256_cvtepi16_epi32, __m128i)
 CONVERTED(i32, u16, _mm256_cvtepu16_epi32, __m128i)
 INLINE __m128i words_of(__m256i x, int first) {  // of each 32-bit number the word that begins at its byte `first`
@@ -193,10 +202,6 @@ INLINE u16 upper_half(u16 a, u16 b) { return (u16)_mm_mulhi_epu16((__m128i)a, (_
 INLINE float largest_of(f32 x) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m)); return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m))); }
-INLINE int32_t largest_of(i32 x) {
-    __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
-    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E)); m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1));
-    return _mm_cvtsi128_si32(m); }
 INLINE f32 square_root(f32 x) { return (f32)_mm256_sqrt_ps((__m256)x); }
 INLINE f32 nearest_integer(f32 x) { return (f32)_mm256_round_ps((__m256)x, 8); }
 INLINE f32 integer_below(f32 x) { return (f32)_mm256_round_ps((__m256)x, 9); }
