@@ -3,8 +3,9 @@
 Encoding goes over the numbers twice: scales of all groups; then, message by message, bytes and widths; then codes. Decoding
 finds the widths of every message first, then adds up what all messages say, group by group. Threads share stretches of groups.
 
-A group is four vectors of 16 numbers. What is rounded is rounded as in the plain operations. What differs: codes of a group are
-64 bytes in one register where the machine has that, and a plane is a comparison of them.
+A group is a few vectors (`VECTORS`) of as many numbers as a register holds. What is rounded is rounded as in the plain
+operations. What differs: codes of a group are 64 bytes in one register or two where the machine has that, and a plane is a bit of
+each of them, taken by one instruction.
 """
 
 import ctypes
@@ -66,6 +67,8 @@ def _constants(stochastic: bool) -> str:
             f"#define BIAS {tables.BIAS}",
             _array("uint16_t", "BASE", base),
             _array("uint16_t", "RISE", rise),
+            _array("uint8_t", "BASE_BYTES", [*(v & 0xFF for v in base), *(v >> 8 for v in base)]),
+            _array("uint8_t", "RISE_BYTES", [*(v & 0xFF for v in rise), *(v >> 8 for v in rise)]),
             _array("int32_t", "STEPS", tables.steps_of(stochastic)),
             _array("float", "UP", torch.tensor(tables.quarters(1), dtype=torch.float32).tolist()),
             _array("float", "NEAREST", torch.tensor(tables.NEAREST, dtype=torch.float32).tolist()),
@@ -83,26 +86,27 @@ struct Part { int64_t count, layer, start, region, group, size; };
 struct Region { int64_t begin, parts, groups, planes, payload, first_part, first_group; };
 INLINE float power_of_two(int exponent) { int32_t bits = (exponent + 127) << 23; float f; memcpy(&f, &bits, 4); return f; }
 INLINE int32_t bits_of(float x) { int32_t bits; memcpy(&bits, &x, 4); return bits; }
+constexpr int VECTORS = 64 / LANES;
 template <int D> struct Pair {  // lanes at a distance of D
-    static constexpr i32 order = {0 ^ D, 1 ^ D, 2 ^ D, 3 ^ D, 4 ^ D, 5 ^ D, 6 ^ D, 7 ^ D,
-                                  8 ^ D, 9 ^ D, 10 ^ D, 11 ^ D, 12 ^ D, 13 ^ D, 14 ^ D, 15 ^ D};
-#define FLIP(l) ((l) & D ? (int32_t)0x80000000 : 0)
-    static constexpr i32 flip = {FLIP(0), FLIP(1), FLIP(2), FLIP(3), FLIP(4), FLIP(5), FLIP(6), FLIP(7),
-                                 FLIP(8), FLIP(9), FLIP(10), FLIP(11), FLIP(12), FLIP(13), FLIP(14), FLIP(15)};
+    static constexpr i32 order = LANE_NUMBERS ^ D, flip = (LANE_NUMBERS & D) != 0 ? i32{} + (int32_t)0x80000000 : i32{};
 };
 template <int D> INLINE f32 pairs(f32 x) { return __builtin_shuffle(x, Pair<D>::order) + (f32)((i32)x ^ Pair<D>::flip); }
+template <int D = LANES / 2> INLINE f32 transformed(f32 x) {  // sums and differences of pairs at a distance of D ... 1
+    if constexpr (D == 1) return pairs<1>(x); else return transformed<D / 2>(pairs<D>(x));
+}
 INLINE void transform(f32* x) {
-    f32 a = x[0] + x[2], b = x[1] + x[3], c = x[0] - x[2], d = x[1] - x[3];
-    x[0] = a + b; x[1] = a - b; x[2] = c + d; x[3] = c - d;
-    for (int v = 0; v < 4; v++) x[v] = pairs<1>(pairs<2>(pairs<4>(pairs<8>(x[v]))));
+    for (int d = VECTORS / 2; d > 0; d /= 2)
+        for (int v = 0; v < VECTORS; v++)
+            if (!(v & d)) { const f32 a = x[v], b = x[v + d]; x[v] = a + b; x[v + d] = a - b; }
+    for (int v = 0; v < VECTORS; v++) x[v] = transformed(x[v]);
 }
-template <class V, class F> INLINE V folded(V x, F f) {  // the first lane: those at a distance of 8, 4, 2, 1
-    x = f(x, __builtin_shuffle(x, Pair<8>::order)); x = f(x, __builtin_shuffle(x, Pair<4>::order));
-    x = f(x, __builtin_shuffle(x, Pair<2>::order)); return f(x, __builtin_shuffle(x, Pair<1>::order));
+template <int D = LANES / 2, class V, class F> INLINE V folded(V x, F f) {  // the first lane: those at a distance of D ... 1
+    x = f(x, __builtin_shuffle(x, Pair<D>::order));
+    if constexpr (D > 1) return folded<D / 2>(x, f); else return x;
 }
-static i32 SIGN[4];  // the sign bits of a group's fixed signs
+static i32 SIGN[VECTORS];  // the sign bits of a group's fixed signs
 static struct Signs {
-    Signs() { for (int i = 0; i < 64; i++) SIGN[i / 16][i % 16] = SIGNS >> i & 1 ? (int32_t)0x80000000 : 0; }
+    Signs() { for (int i = 0; i < 64; i++) SIGN[i / LANES][i % LANES] = SIGNS >> i & 1 ? (int32_t)0x80000000 : 0; }
 } made;
 
 // The widths of a message's groups: 16 * the planes before each + its width. Returns the planes used.
@@ -167,42 +171,44 @@ template <class F> INLINE void over_groups(const Part* parts, const int32_t* ite
         for (; g < end; g++) body(part, g, std::false_type{});
     }
 }
-INLINE long of_vector(long left, int v) { left -= 16 * v; return left < 0 ? 0 : left < 16 ? left : 16; }
+INLINE long of_vector(long left, int v) { left -= LANES * v; return left < 0 ? 0 : left < LANES ? left : LANES; }
 """
 
 _ENCODER = r"""
 typedef STORED stored;
 template <class Full> INLINE void get(const stored* numbers, const Part& part, long g, f32 factor, f32* to, Full) {
     const stored* from = numbers + part.start + 64 * g;
-    for (int v = 0; v < 4; v++) {
-        const auto x = load<std::conditional_t<sizeof(stored) == 4, f32, i16>>(from + 16 * v,
-            Full::value ? 16 : of_vector(part.count - 64 * g, v));
+    for (int v = 0; v < VECTORS; v++) {
+        const auto x = load<std::conditional_t<sizeof(stored) == 4, f32, i16>>(from + LANES * v,
+            Full::value ? LANES : of_vector(part.count - 64 * g, v));
         to[v] = FROM_STORED * factor;
     }
 }
 // s of a group; INT32_MIN: all zero; INT32_MAX: something is not finite.
 INLINE int32_t scale_of(f32* x) {
     i32 most = {};
-    for (int v = 0; v < 4; v++) most = larger(most, (i32)x[v] & 0x7FFFFFFF);
+    for (int v = 0; v < VECTORS; v++) most = larger(most, (i32)x[v] & 0x7FFFFFFF);
     const int32_t largest = folded(most, [](i32 a, i32 b) { return larger(a, b); })[0];
     if (largest >= 0x7F800000) return INT32_MAX;
     if (largest == 0) return INT32_MIN;
     int32_t shift = (largest >> 23) - 127;
     shift = shift < LOWEST / 4 ? LOWEST / 4 : shift > HIGHEST / 4 ? HIGHEST / 4 : shift;
     const f32 unit = splat<f32>(power_of_two(-shift));
-    for (int v = 0; v < 4; v++) x[v] = x[v] * unit;
+    for (int v = 0; v < VECTORS; v++) x[v] = x[v] * unit;
 #if STOCHASTIC
-    for (int v = 0; v < 4; v++) x[v] = (f32)((i32)x[v] ^ SIGN[v]);
+    for (int v = 0; v < VECTORS; v++) x[v] = (f32)((i32)x[v] ^ SIGN[v]);
     transform(x);
     most = i32{};
-    for (int v = 0; v < 4; v++) most = larger(most, (i32)x[v] & 0x7FFFFFFF);
+    for (int v = 0; v < VECTORS; v++) most = larger(most, (i32)x[v] & 0x7FFFFFFF);
     const int32_t bits = folded(most, [](i32 a, i32 b) { return larger(a, b); })[0];
     int32_t quarter = 4 * ((bits >> 23) - 127) - 12;
     const int32_t mantissa = (bits & 0x7FFFFF) | 0x3F800000;
     for (int j = 0; j < 4; j++) quarter += mantissa > bits_of(UP[j]);
 #else
-    const f32 a = x[0] * x[0] + x[2] * x[2], b = x[1] * x[1] + x[3] * x[3];
-    const int32_t bits = bits_of(folded(f32(a + b), [](f32 p, f32 q) { return f32(p + q); })[0]);
+    f32 sum[VECTORS];
+    for (int v = 0; v < VECTORS; v++) sum[v] = x[v] * x[v];
+    for (int d = VECTORS / 2; d > 0; d /= 2) for (int v = 0; v < d; v++) sum[v] += sum[v + d];
+    const int32_t bits = bits_of(folded(sum[0], [](f32 p, f32 q) { return f32(p + q); })[0]);
     int32_t quarter = 2 * ((bits >> 23) - 127) - 12;
     const int32_t mantissa = (bits & 0x7FFFFF) | 0x3F800000;
     for (int j = 0; j < 2; j++) quarter += mantissa > bits_of(NEAREST[j]);
@@ -235,12 +241,20 @@ INLINE void write_planes(uint8_t* to, int width, const uint8_t* codes) {
         const uint64_t plane = _mm512_test_epi8_mask(all, _mm512_set1_epi8(128 >> p));
         memcpy(to + 8 * p, &plane, 8);
     }
-#else
+#elif defined(__AVX2__)
+    __m256i low = _mm256_loadu_si256((const __m256i*)codes), high = _mm256_loadu_si256((const __m256i*)codes + 1);
     for (int p = 0; p < width; p++) {
-        uint64_t plane = 0;
-        for (int i = 0; i < 64; i++) plane |= (uint64_t)(codes[i] >> (7 - p) & 1) << i;
-        memcpy(to + 8 * p, &plane, 8);
+        const uint32_t plane[2] = {(uint32_t)_mm256_movemask_epi8(low), (uint32_t)_mm256_movemask_epi8(high)};
+        memcpy(to + 8 * p, plane, 8);
+        low = _mm256_add_epi8(low, low);
+        high = _mm256_add_epi8(high, high);
     }
+#else
+    for (int p = 0; p < width; p++)
+        for (int i = 0; i < 8; i++) {  // the lowest bits of eight bytes, moved to the highest byte
+            uint64_t eight; memcpy(&eight, codes + 8 * i, 8);
+            to[8 * p + i] = (eight >> (7 - p) & 0x0101010101010101ull) * 0x0102040810204080ull >> 56;
+        }
 #endif
 }
 #if STOCHASTIC
@@ -248,11 +262,11 @@ INLINE void write_codes(const f32* x, f32 factor, int width, uint8_t* to, const 
                         long first) {
     alignas(64) uint8_t codes[64];
     const float most = (float)((1 << width) - 1);
-    for (int v = 0; v < 4; v++) {
+    for (int v = 0; v < VECTORS; v++) {
         f32 place = (x[v] * factor + splat<f32>(1.0f)) * splat<f32>(most * 0.5f);
         place = smaller(larger(place, f32{}), splat<f32>(most));
         const f32 below = integer_below(place);
-        i32 index = splat<i32>((int32_t)first + 16 * v + keys[5 * parts + part]) + LANE_NUMBERS;
+        i32 index = splat<i32>((int32_t)first + LANES * v + keys[5 * parts + part]) + LANE_NUMBERS;
         i32 low = index & 0xFFFF, high = index >> 16 & 0xFFFF;
         for (int round = 0; round < 5; round++) {
             const i32 product = low * (round % 2 ? 0x6E2B : 0x7A35);
@@ -262,7 +276,7 @@ INLINE void write_codes(const f32* x, f32 factor, int width, uint8_t* to, const 
         const f32 noise = __builtin_convertvector(((high << 14) + (low >> 2)) >> 6, f32) * splat<f32>(0x1p-24f);
         const i32 code = (__builtin_convertvector(below, i32) - (noise < place - below)) << (8 - width);
         const i8 bytes = converted<i8>(code);
-        memcpy(codes + 16 * v, &bytes, 16);
+        memcpy(codes + LANES * v, &bytes, LANES);
     }
     write_planes(to, width, codes);
 }
@@ -292,12 +306,41 @@ INLINE void write_codes(const f32* x, f32 factor, int width, uint8_t* to) {
         memcpy(to + 8 * p, &plane, 8);
     }
 #else
-    uint8_t codes[64];
+    alignas(64) uint8_t codes[64];
+#if defined(AVX2_32)
+    for (int h = 0; h < 2; h++) {  // 32 numbers; packing exchanges quarters of registers, which is undone at the end
+        __m256i fine[4], signs[4];
+        for (int v = 0; v < 4; v++) {
+            const f32 scaled = x[4 * h + v] * factor;
+            signs[v] = (__m256i)(scaled < 0.0f);
+            fine[v] = _mm256_cvttps_epi32((__m256)smaller((f32)((i32)scaled & 0x7FFFFFFF), splat<f32>(32767.0f)));
+        }
+        const __m256i low = _mm256_packs_epi32(fine[0], fine[1]), high = _mm256_packs_epi32(fine[2], fine[3]);
+        const __m256i segment = _mm256_packus_epi16(_mm256_srli_epi16(low, 10), _mm256_srli_epi16(high, 10));
+        const auto found = [&](const uint8_t* table) __attribute__((always_inline)) {  // of 32 bytes
+            const __m256i first = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table));
+            const __m256i second = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table + 1));
+            return _mm256_blendv_epi8(_mm256_shuffle_epi8(first, segment), _mm256_shuffle_epi8(second, segment),
+                                      _mm256_slli_epi16(segment, 3)); };
+        const __m256i base[2] = {found(BASE_BYTES), found(BASE_BYTES + 32)};
+        const __m256i rise[2] = {found(RISE_BYTES), found(RISE_BYTES + 32)};
+        const auto code = [](__m256i base, __m256i rise, __m256i fine) {
+            return _mm256_srli_epi16(_mm256_add_epi16(base, _mm256_mulhi_epu16(rise, _mm256_slli_epi16(fine, 6))), 9); };
+        const __m256i bytes = _mm256_packus_epi16(
+            code(_mm256_unpacklo_epi8(base[0], base[1]), _mm256_unpacklo_epi8(rise[0], rise[1]), low),
+            code(_mm256_unpackhi_epi8(base[0], base[1]), _mm256_unpackhi_epi8(rise[0], rise[1]), high));
+        const __m256i sign = _mm256_packs_epi16(_mm256_packs_epi32(signs[0], signs[1]), _mm256_packs_epi32(signs[2], signs[3]));
+        const __m256i whole = _mm256_or_si256(bytes, _mm256_and_si256(sign, _mm256_set1_epi8((char)128)));
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        _mm256_store_si256((__m256i*)codes + h, _mm256_permutevar8x32_epi32(whole, order));
+    }
+#else
     for (int i = 0; i < 64; i++) {
-        const float scaled = x[i / 16][i % 16] * factor[0], size = scaled < 0 ? -scaled : scaled;
+        const float scaled = x[i / LANES][i % LANES] * factor[0], size = scaled < 0 ? -scaled : scaled;
         const int fine = size < 32767.0f ? (int)size : 32767, segment = fine >> 10;
         codes[i] = (BASE[segment] + (RISE[segment] * (fine & 1023) >> 10)) >> 9 | (scaled < 0 ? 128 : 0);
     }
+#endif
     write_planes(to, width, codes);
 #endif
 }
@@ -306,7 +349,7 @@ extern "C" void run(const stored* numbers, uint8_t* out, const Part* parts, cons
                     const int32_t* items, long item_count, int32_t* scratch, const float* factors, long part_count,
                     const int32_t* keys, long threads) {
     over_groups(parts, items, item_count, threads, [&](const Part& part, long g, auto full) __attribute__((always_inline)) {
-        f32 x[4];
+        f32 x[VECTORS];
         get(numbers, part, g, splat<f32>(factors[part.layer]), x, full);
         scratch[part.group + g] = scale_of(x);
     });
@@ -325,10 +368,10 @@ extern "C" void run(const stored* numbers, uint8_t* out, const Part* parts, cons
         uint8_t* message = out + region.begin;
         const int32_t scale = message[region.parts + part.group - region.first_group + g] - 255
                               + 4 * (message[&part - parts - region.first_part] - BIAS);
-        f32 x[4];
+        f32 x[VECTORS];
         get(numbers, part, g, splat<f32>(factors[part.layer]), x, full);
         const f32 unit = splat<f32>(power_of_two(-(scale >> 2))), factor = splat<f32>(FACTORS[scale & 3]);
-        for (int v = 0; v < 4; v++) x[v] = (f32)((i32)(x[v] * unit) ^ SIGN[v]);
+        for (int v = 0; v < VECTORS; v++) x[v] = (f32)((i32)(x[v] * unit) ^ SIGN[v]);
         transform(x);
         uint8_t* to = message + region.payload + 8 * (long)(place >> 4);
 #if STOCHASTIC
@@ -376,9 +419,51 @@ INLINE void read_codes(const uint8_t* from, int width, f32* x) {
         words[h] = _mm512_mask_sub_epi16(both, (__mmask32)(sign >> (32 * h)), _mm512_setzero_si512(), both);
     }
 #endif
-    for (int v = 0; v < 4; v++) {
+    for (int v = 0; v < VECTORS; v++) {
         const __m256i own = v % 2 ? _mm512_extracti64x4_epi64(words[v / 2], 1) : _mm512_castsi512_si256(words[v / 2]);
         x[v] = (f32)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(own));
+    }
+#elif defined(AVX2_32)
+    const __m256i eighths = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201);
+    const auto mask = [&](int p, int h) __attribute__((always_inline)) {  // a byte of ones for each bit of half a plane
+        int32_t plane;
+        memcpy(&plane, from + 8 * p + 4 * h, 4);
+        const __m256i own = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(plane), eighths), bit);
+        return _mm256_cmpeq_epi8(own, bit); };
+    for (int h = 0; h < 2; h++) {
+        const __m256i sign = mask(0, h);
+        __m256i codes = STOCHASTIC ? _mm256_sub_epi8(_mm256_setzero_si256(), sign) : _mm256_setzero_si256();
+        for (int p = 1; p < width; p++) codes = _mm256_sub_epi8(_mm256_add_epi8(codes, codes), mask(p, h));
+        __m256i words[2];
+#if STOCHASTIC
+        const __m256i first = _mm256_set1_epi16(1 - (1 << width));
+        for (int q = 0; q < 2; q++) {
+            const __m128i own = q ? _mm256_extracti128_si256(codes, 1) : _mm256_castsi256_si128(codes);
+            const __m256i wide = _mm256_cvtepu8_epi16(own);
+            words[q] = _mm256_add_epi16(_mm256_add_epi16(wide, wide), first);
+        }
+#else
+        __m256i lows = _mm256_setzero_si256(), highs = _mm256_setzero_si256();
+        for (int first = 0; first < 1 << (width - 1); first += 16) {  // 16 values at a time; others have their highest bit set
+            const __m256i own = _mm256_adds_epu8(_mm256_xor_si256(codes, _mm256_set1_epi8(first)), _mm256_set1_epi8(0x70));
+            const auto found = [&](const uint8_t* table) __attribute__((always_inline)) {
+                const __m128i values = _mm_load_si128((const __m128i*)(table + 128 * width + first));
+                return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), own); };
+            lows = _mm256_or_si256(lows, found(LOW));
+            highs = _mm256_or_si256(highs, found(HIGH));
+        }
+        for (int q = 0; q < 2; q++) {
+            const auto wide = [&](__m256i x) { return q ? _mm256_extracti128_si256(x, 1) : _mm256_castsi256_si128(x); };
+            const __m256i minus = _mm256_cvtepi8_epi16(wide(sign)), l = _mm256_cvtepu8_epi16(wide(lows));
+            const __m256i both = _mm256_or_si256(l, _mm256_slli_epi16(_mm256_cvtepu8_epi16(wide(highs)), 8));
+            words[q] = _mm256_sub_epi16(_mm256_xor_si256(both, minus), minus);
+        }
+#endif
+        for (int v = 0; v < 4; v++) {
+            const __m128i own = v % 2 ? _mm256_extracti128_si256(words[v / 2], 1) : _mm256_castsi256_si128(words[v / 2]);
+            x[4 * h + v] = (f32)_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(own));
+        }
     }
 #else
     uint64_t planes[8];
@@ -386,7 +471,7 @@ INLINE void read_codes(const uint8_t* from, int width, f32* x) {
     for (int i = 0; i < 64; i++) {
         int code = 0;
         for (int p = 0; p < width; p++) code = code << 1 | (int)(planes[p] >> i & 1);
-        x[i / 16][i % 16] = (float)VALUES[256 * width + code];
+        x[i / LANES][i % LANES] = (float)VALUES[256 * width + code];
     }
 #endif
 }
@@ -401,14 +486,14 @@ extern "C" void run(const uint8_t* source, stored* out, const Part* parts, const
     }
     over_groups(parts, items, item_count, threads, [&](const Part& part, long g, auto full) __attribute__((always_inline)) {
         const Region& region = regions[part.region];
-        f32 sum[4];
+        f32 sum[VECTORS];
         for (long m = 0; m < messages; m++) {
             const uint8_t* message = source + m * stride + region.begin;
             const int32_t place = scratch[m * groups + part.group + g], width = place & 15;
             const int32_t part_byte = message[&part - parts - region.first_part];
-            f32 x[4] = {};
+            f32 x[VECTORS] = {};
             if (part_byte == 255) {
-                for (int v = 0; v < 4; v++) x[v] = splat<f32>(NAN);
+                for (int v = 0; v < VECTORS; v++) x[v] = splat<f32>(NAN);
             } else if (width) {
                 const int32_t byte = message[region.parts + part.group - region.first_group + g];
                 const int32_t scale = byte - 255 + 4 * (part_byte - BIAS);
@@ -416,19 +501,19 @@ extern "C" void run(const uint8_t* source, stored* out, const Part* parts, const
                 transform(x);
                 const f32 unit = splat<f32>(UNITS[4 * width + (scale & 3)]), power = splat<f32>(power_of_two(scale >> 2));
                 const f32 most = splat<f32>(3.4028234663852886e38f);
-                for (int v = 0; v < 4; v++) {
+                for (int v = 0; v < VECTORS; v++) {
                     x[v] = SIGN[v] < 0 ? f32{} - x[v] : x[v];
                     x[v] = smaller(larger(x[v] * unit * power, -most), most);
                 }
             }
-            for (int v = 0; v < 4; v++) sum[v] = m ? sum[v] + x[v] : x[v];
+            for (int v = 0; v < VECTORS; v++) sum[v] = m ? sum[v] + x[v] : x[v];
         }
         const f32 factor = splat<f32>(factors[part.layer]), parts_of = splat<f32>((float)divisor);
-        for (int v = 0; v < 4; v++) {
+        for (int v = 0; v < VECTORS; v++) {
             f32 x = sum[v] * factor;
             if (divisor != 1) x = x / parts_of;
-            const long room = decltype(full)::value ? 16 : of_vector(part.count - 64 * g, v);
-            store(out + part.start + 64 * g + 16 * v, TO_STORED, room);
+            const long room = decltype(full)::value ? LANES : of_vector(part.count - 64 * g, v);
+            store(out + part.start + 64 * g + LANES * v, TO_STORED, room);
         }
     });
 }
@@ -437,9 +522,8 @@ extern "C" void run(const uint8_t* source, stored* out, const Part* parts, const
 
 def _built(text: str, dtype: torch.dtype, stochastic: bool, arguments: Sequence[Any]) -> Any:
     stored, read, written = _DTYPES[dtype]
-    lanes = ", ".join(map(str, range(16)))
     defined = f"#define STORED {stored}\n#define FROM_STORED {read}\n#define TO_STORED {written}\n#define ITEM {tables.ITEM}"
-    head = f"{preamble(16)}\n{defined}\n#define LANE_NUMBERS i32{{{lanes}}}\n{_constants(stochastic)}"
+    head = f"{preamble()}\n{defined}\n{_constants(stochastic)}"
     return cpp.build_parallel(f"{head}{_COMMON}{text}", arguments)
 
 

@@ -103,7 +103,7 @@ class _BlockSource:
         # What is done once a block may be in vectors that pass through memory.
         element = self.stages["value_of" if operation.kind == "decode" else "element_of"]
         wide = any(v.dtype.itemsize == 8 for v in (*element.elements, *(s.result for s in element.statements)))
-        self.preamble = preamble(8 if wide else 4, group(operation.program.fmt.element.bits)[0] if operation.packed else 1)
+        self.preamble = preamble(wide, group(operation.program.fmt.element.bits)[0] if operation.packed else 1)
 
     def text(self) -> str:
         """`run(numbers, elements, scales, whole, rows, length, threads)`: addresses of x or of the result, of the elements' and

@@ -178,4 +178,4 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
         "}",
     ]
     wide = any(s.result.dtype.itemsize == 8 for s in program.statements)
-    return "\n".join([preamble(8 if wide else 4), *([_HELD] if printer.held else []), *printer.declarations(), *lines])
+    return "\n".join([preamble(wide), *([_HELD] if printer.held else []), *printer.declarations(), *lines])

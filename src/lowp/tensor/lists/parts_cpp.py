@@ -29,6 +29,11 @@ static void raise_to(int32_t* place, int32_t value) {
     int32_t found = __atomic_load_n(place, __ATOMIC_RELAXED);
     while (found < value && !__atomic_compare_exchange_n(place, &found, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 }
+#if LANES == 16
+#define OVER_LANES constexpr long lane = 0;
+#else
+#define OVER_LANES for (long lane = 0; lane < 16; lane += LANES)
+#endif
 static inline long limited(long n) { return n < 0 ? 0 : n < LANES ? n : LANES; }
 extern "C" void run(const char* source, char* target, const int64_t* table, long parts, const int32_t* items, long item_count,
                     const int32_t* numbers, const float* of_layer, long layers, int32_t* maxima, const int64_t* tables,
@@ -244,7 +249,7 @@ class _CppParts:
             "            const auto body = [&](long tile, auto is_full) __attribute__((always_inline)) {",
             "                constexpr bool full = decltype(is_full)::value;",
             *("                " + line for line in before),
-            f"                for (long lane = 0; lane < {LANES}; lane += LANES) {{",
+            "                OVER_LANES {",
             *("                    " + line for line in lanes),
             "                }",
             *("                " + line for line in after),

@@ -3,16 +3,17 @@
 **How long a vector is** is decided here, by the compiler: `LANES` is how many numbers fill one of the registers that the text is
 compiled for (64 bytes with AVX-512, 32 with AVX2, else 16). GCC 12 makes scalar code that passes through memory of vectors that
 are longer than a register: on AVX2, with 64 bytes, 10 to 50 times slower. So the text is the same for every processor, and must
-not depend on LANES.
+not depend on LANES. Vectors of 64-bit numbers are two registers (`Two`); with AVX-512 they are one, where most numbers of a text
+are of 64 bits, and pass through memory in others.
 
 Each function has a general form, which any processor can run, and forms in the instructions of AVX-512 and AVX2 where the
 compiler would not find these by itself. All give the same bits.
 """
 
 
-def preamble(widest: int = 4, least: int = 1) -> str:
-    """Vectors of numbers of `widest` bytes fill a register; but there are at least `least` numbers in a vector."""
-    return f"#define WIDEST {widest}\n#define LEAST {least}{_TYPES}{_GENERAL}{_AVX512}{_AVX2}{_CONVERSIONS}"
+def preamble(wide: bool = False, least: int = 1) -> str:
+    """`wide`: are most numbers of 64 bits? `least`: so many numbers must a vector have."""
+    return f"#define WIDE {int(wide)}\n#define LEAST {least}{_TYPES}{_TWO}{_GENERAL}{_AVX512}{_AVX2}{_CONVERSIONS}"
 
 
 _TYPES = r"""
@@ -30,43 +31,33 @@ _TYPES = r"""
 #else
 #define REGISTER 16
 #endif
-#if REGISTER / WIDEST >= LEAST
-#define LANES (REGISTER / WIDEST)
-#else
-#define LANES LEAST
-#endif
-// Do vectors of 32-bit (64-bit) numbers fill a register of AVX-512 or AVX2?
-#if REGISTER == 64 && LANES == 16
-#define AVX512_32
-#elif REGISTER == 64 && LANES == 8
+#if REGISTER == 64 && !WIDE
+#define LANES 16
+#define AVX512_32  // vectors of 32-bit numbers fill a register
+#elif REGISTER == 64
+#define LANES 8
 #define AVX512_64
-#elif REGISTER == 32 && LANES == 8
+#elif REGISTER == 32
+#define LANES 8
 #define AVX2_32
-#elif REGISTER == 32 && LANES == 4
-#define AVX2_64
+#elif LEAST <= 4
+#define LANES 4
+#else
+#define LANES 8
 #endif
 typedef int8_t i8 __attribute__((vector_size(LANES)));
 typedef int16_t i16 __attribute__((vector_size(2 * LANES)));
 typedef uint16_t u16 __attribute__((vector_size(2 * LANES)));
 typedef int32_t i32 __attribute__((vector_size(4 * LANES)));
-typedef int64_t i64 __attribute__((vector_size(8 * LANES)));
 typedef float f32 __attribute__((vector_size(4 * LANES)));
-typedef double f64 __attribute__((vector_size(8 * LANES)));
 #if LANES == 16
 #define LANE_NUMBERS i32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 #elif LANES == 8
 #define LANE_NUMBERS i32{0, 1, 2, 3, 4, 5, 6, 7}
-#elif LANES == 4
-#define LANE_NUMBERS i32{0, 1, 2, 3}
 #else
-#define LANE_NUMBERS i32{0, 1}
+#define LANE_NUMBERS i32{0, 1, 2, 3}
 #endif
 #define INLINE static inline __attribute__((always_inline))
-template <class V> using element = std::remove_reference_t<decltype(V{}[0])>;
-template <class V, class S> INLINE V splat(S s) { return (element<V>)s - V{}; }  // x - 0 is x, also for -0.0
-template <class V, class T> INLINE V load(const T* p, long count) {
-    V v = {}; memcpy(&v, p, count * sizeof(T)); return v; }
-template <class V, class T> INLINE void store(T* p, V v, long count) { memcpy(p, &v, count * sizeof(T)); }
 // Subnormal numbers count, whatever the calling thread was told (torch.set_flush_denormal).
 struct Subnormals {
 #if defined(__x86_64__)
@@ -77,10 +68,64 @@ struct Subnormals {
 };
 """
 
+_TWO = r"""
+template <class V> using element = std::remove_reference_t<decltype(V{}[0])>;
+template <class V> struct IsTwo : std::false_type {};
+template <class V> constexpr bool is_two = IsTwo<V>::value;
+#if REGISTER == 64
+typedef int64_t i64 __attribute__((vector_size(8 * LANES)));
+typedef double f64 __attribute__((vector_size(8 * LANES)));
+#else
+template <class H> struct Two {  // registers: one vector
+    typedef element<H> number;
+    typedef H half;
+    H low, high;
+    template <class G> explicit operator Two<G>() const { return {(G)low, (G)high}; }
+    const number& operator[](long l) const { return ((const number*)this)[l]; }
+    number& operator[](long l) { return ((number*)this)[l]; }
+};
+template <class H> struct IsTwo<Two<H>> : std::true_type {};
+typedef Two<int64_t __attribute__((vector_size(4 * LANES)))> i64;
+typedef Two<double __attribute__((vector_size(4 * LANES)))> f64;
+#define INFIX(op, R) \
+    template <class H> INLINE R operator op(Two<H> a, Two<H> b) { return (R){a.low op b.low, a.high op b.high}; } \
+    template <class H> INLINE R operator op(Two<H> a, typename Two<H>::number b) { return (R){a.low op b, a.high op b}; }
+INFIX(+, Two<H>) INFIX(-, Two<H>) INFIX(*, Two<H>) INFIX(/, Two<H>) INFIX(&, Two<H>) INFIX(|, Two<H>) INFIX(^, Two<H>)
+INFIX(<<, Two<H>) INFIX(>>, Two<H>) INFIX(<, i64) INFIX(<=, i64) INFIX(>, i64) INFIX(>=, i64) INFIX(==, i64) INFIX(!=, i64)
+template <class H> INLINE Two<H> operator-(Two<H> a) { return {-a.low, -a.high}; }
+template <class H> INLINE Two<H> operator~(Two<H> a) { return {~a.low, ~a.high}; }
+template <class H> INLINE Two<H>& operator+=(Two<H>& a, Two<H> b) { return a = a + b; }
+template <class V> using half = element<V> __attribute__((vector_size(sizeof(V) / 2)));
+template <class V> INLINE half<V> half_of(V x, int which) { union { V v; half<V> h[2]; } both = {x}; return both.h[which]; }
+template <class V> INLINE V joined(half<V> low, half<V> high) { union { half<V> h[2]; V v; } both = {{low, high}}; return both.v; }
+#endif
+template <class V, class S> INLINE V splat(S s) {
+    if constexpr (is_two<V>) return V{splat<typename V::half>(s), splat<typename V::half>(s)};
+    else return (element<V>)s - V{}; }  // x - 0 is x, also for -0.0
+template <class V, class T> INLINE V load(const T* p, long count) {
+    V v = {}; memcpy(&v, p, count * sizeof(T)); return v; }
+template <class V, class T> INLINE void store(T* p, V v, long count) { memcpy(p, &v, count * sizeof(T)); }
+template <class M, class V> INLINE V chosen(M mask, V yes, V no) {
+    if constexpr (is_two<V>) return {mask.low ? yes.low : no.low, mask.high ? yes.high : no.high};
+    else return mask ? yes : no; }
+template <class V, class W> INLINE V converted(W x) {
+    if constexpr (is_two<V> && is_two<W>) {
+        typedef typename V::half H;
+        return V{__builtin_convertvector(x.low, H), __builtin_convertvector(x.high, H)};
+    } else if constexpr (is_two<V>) {
+        typedef typename V::half H;
+        if constexpr (sizeof(element<W>) < 4) return converted<V>(converted<i32>(x));
+        else return V{__builtin_convertvector(half_of(x, 0), H), __builtin_convertvector(half_of(x, 1), H)};
+    } else if constexpr (is_two<W>) {
+        if constexpr (sizeof(element<V>) < 4) return converted<V>(converted<i32>(x));
+        else return joined<V>(__builtin_convertvector(x.low, half<V>), __builtin_convertvector(x.high, half<V>));
+    } else return __builtin_convertvector(x, V);
+}
+"""
+
 _GENERAL = r"""
-template <class V, class W> INLINE V converted(W x) { return __builtin_convertvector(x, V); }
-template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }  // the second where one is NaN
-template <class V> INLINE V smaller(V a, V b) { return a < b ? a : b; }
+template <class V> INLINE V larger(V a, V b) { return chosen(a > b, a, b); }  // the second where one is NaN
+template <class V> INLINE V smaller(V a, V b) { return chosen(a < b, a, b); }
 template <class V> INLINE bool any_above(V a, V b) {
     int any = 0; for (int l = 0; l < LANES; l++) any |= a[l] > b[l]; return any != 0; }
 template <class V> INLINE i16 upper_words(V x) { return converted<i16>(V(x >> 16)); }
@@ -207,11 +252,12 @@ INLINE f32 nearest_integer(f32 x) { return (f32)_mm256_round_ps((__m256)x, 8); }
 INLINE f32 integer_below(f32 x) { return (f32)_mm256_round_ps((__m256)x, 9); }
 INLINE f32 half_to_float(i16 h) { return (f32)_mm256_cvtph_ps((__m128i)h); }
 INLINE i16 float_to_half(f32 x) { return (i16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
-#elif defined(AVX2_64)
-INLINE f64 larger(f64 a, f64 b) { return (f64)_mm256_max_pd((__m256d)a, (__m256d)b); }
-INLINE f64 smaller(f64 a, f64 b) { return (f64)_mm256_min_pd((__m256d)a, (__m256d)b); }
-INLINE f64 fused(f64 a, f64 b, f64 c) { return (f64)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c); }
-INLINE f64 square_root(f64 x) { return (f64)_mm256_sqrt_pd((__m256d)x); }
+INLINE f64 fused(f64 a, f64 b, f64 c) {
+    typedef f64::half H;
+    return {(H)_mm256_fmadd_pd((__m256d)a.low, (__m256d)b.low, (__m256d)c.low),
+            (H)_mm256_fmadd_pd((__m256d)a.high, (__m256d)b.high, (__m256d)c.high)}; }
+INLINE f64 square_root(f64 x) {
+    typedef f64::half H; return {(H)_mm256_sqrt_pd((__m256d)x.low), (H)_mm256_sqrt_pd((__m256d)x.high)}; }
 #endif
 """
 

@@ -69,14 +69,14 @@ class Printer:
     def converted(self, value: Value, dtype: torch.dtype) -> str:
         source, name = value.dtype, value.name
         if source == torch.bool:
-            return f"__builtin_convertvector({name} & 1, {TYPES[dtype]})"
+            return _converted(f"{name} & 1", dtype, dtype)
         if dtype == torch.bool:
-            return f"__builtin_convertvector({name} != 0, i32)"
+            return _converted(f"{name} != 0", source, torch.int32)
         if source in _HALVES:
             single = f"{_HALVES[source]}_to_float({name})"
-            return single if dtype == torch.float32 else f"__builtin_convertvector({single}, {TYPES[dtype]})"
+            return single if dtype == torch.float32 else _converted(single, dtype, dtype)
         if dtype in _HALVES:
-            single = name if source == torch.float32 else f"__builtin_convertvector({name}, f32)"
+            single = name if source == torch.float32 else _converted(name, source, torch.float32)
             return f"float_to_{_HALVES[dtype]}({single})"
         return f"converted<{TYPES[dtype]}>({name})"
 
@@ -106,10 +106,10 @@ class Printer:
                 mask, yes, no = s.arguments[0].name, *(self.argument(x, s.operand) for x in s.arguments[1:])
                 width = 4 if s.operand == torch.bool else s.operand.itemsize
                 if mask in self._comparisons and self._comparisons[mask][1] == width:
-                    return f"({self._comparisons[mask][0]}) ? {yes} : {no}"  # a mask register, never a vector
+                    return _chosen(self._comparisons[mask][0], yes, no, width)  # a mask register, never a vector
                 if width != 4:
-                    mask = f"__builtin_convertvector({mask}, {'i' + str(8 * width)})"
-                return f"{mask} ? {yes} : {no}"
+                    mask = _converted(mask, s.operand, {1: torch.int8, 2: torch.int16, 8: torch.int64}[width])
+                return _chosen(mask, yes, no, width)
             case "shl" | "shr" if not isinstance(s.arguments[1], Value):  # by a constant that is part of the instruction
                 if s.operation == "shr" and s.arguments[1] == 16 and s.operand == torch.int32:
                     self._shifted[s.result.name] = str(a[0])
@@ -121,7 +121,7 @@ class Printer:
                 self._comparisons[s.result.name] = (text, s.operand.itemsize)
                 if s.operand == torch.int32 and operation in ("lt", "gt"):
                     self._above[s.result.name] = f"any_above({', '.join(map(str, a if operation == 'gt' else a[::-1]))})"
-                return f"__builtin_convertvector({text}, i32)"
+                return _converted(text, s.operand, torch.int32)
             case "mul_high":
                 return f"upper_half({a[0]}, {a[1]})"
             case "rsub":
@@ -143,11 +143,10 @@ class Printer:
             case "abs" if s.operand == torch.float64:
                 return f"(f64)((i64){a[0]} & 0x7FFFFFFFFFFFFFFFLL)"
             case "abs":
-                return f"{a[0]} < 0 ? -{a[0]} : {a[0]}"
-            case "max":
-                return f"({a[0]} > {a[1]}) | ({a[0]} != {a[0]}) ? {a[0]} : {a[1]}"
-            case "min":
-                return f"({a[0]} < {a[1]}) | ({a[0]} != {a[0]}) ? {a[0]} : {a[1]}"
+                return _chosen(f"{a[0]} < 0", f"-{a[0]}", a[0], s.operand.itemsize)
+            case "max" | "min":
+                sign = ">" if s.operation == "max" else "<"
+                return _chosen(f"({a[0]} {sign} {a[1]}) | ({a[0]} != {a[0]})", a[0], a[1], s.operand.itemsize)
             case "clamp":
                 text = str(a[0])
                 if a[1] is not None:
@@ -156,6 +155,18 @@ class Printer:
                     text = f"smaller({a[2]}, {text})"
                 return text
         raise NotImplementedError(f"{s.operation} in C++")
+
+
+def _chosen(mask: str, yes: Any, no: Any, width: int) -> str:
+    """A selection among numbers of `width` bytes."""
+    return f"chosen({mask}, {yes}, {no})" if width == 8 else f"({mask}) ? {yes} : {no}"
+
+
+def _converted(text: str, wider: torch.dtype, target: torch.dtype) -> str:
+    """An expression converted to another type. `wider` is the longer of the two types."""
+    if wider.itemsize == 8:  # which may be two registers
+        return f"converted<{TYPES[target]}>({text})"
+    return f"__builtin_convertvector({text}, {TYPES[target]})"
 
 
 _HALVES = {torch.float16: "half", torch.bfloat16: "bfloat"}

@@ -39,10 +39,10 @@ _FIELDS = {  # of a job, as C++ sees it: all of 64 bits
 
 _BODY = r"""
 template <class V> INLINE V read(const float* p) {
-    return __builtin_convertvector(load<f32>(p, LANES), V);
+    return converted<V>(load<f32>(p, LANES));
 }
 template <class V> INLINE V read(const float* p, long stride, long count) {
-    f32 x = {}; for (long l = 0; l < count; l++) x[l] = p[l * stride]; return __builtin_convertvector(x, V);
+    f32 x = {}; for (long l = 0; l < count; l++) x[l] = p[l * stride]; return converted<V>(x);
 }
 INLINE i32 lane_numbers() { i32 n; for (int l = 0; l < LANES; l++) n[l] = l; return n; }
 
@@ -138,13 +138,15 @@ extern "C" void run(const Job* given, long first, long last) {
         const float* bias = job.bias;
         if (bias) bias += job.bias_offsets[product] + row * job.bias_row + column * job.bias_column;
         const long element = product * job.rows * job.columns + row * job.out_row + column * job.out_column;
-        for (long c = 0; c < columns; c += TILE_VECTORS * LANES) {
+        const auto tiles = [&](long c, long own) __attribute__((always_inline)) {  // `own` columns from `c` on
             const float* own_bias = bias ? bias + c * job.bias_column : bias;
-            const long place = element + c * job.out_column, left = columns - c;
-            const long own = left < TILE_VECTORS * LANES ? left : TILE_VECTORS * LANES;
+            const long place = element + c * job.out_column;
             if (own > LANES) block<TILE_VECTORS>(job, a, panel + c, own_bias, job.out + place, rows, own, (int32_t)place);
             else block<1>(job, a, panel + c, own_bias, job.out + place, rows, own, (int32_t)place);
-        }
+        };
+        constexpr long most = TILE_VECTORS * LANES;
+        if constexpr (PANEL == most) tiles(0, columns);
+        else for (long c = 0; c < columns; c += most) tiles(c, columns - c < most ? columns - c : most);
     }
     free(panel);
 }
@@ -178,7 +180,7 @@ class _CppSource:
             "PRODUCT_KEYS": programs.product_keys, "SUM_KEYS": programs.sum_keys,
             "BLOCK_ROWS": _BLOCK_ROWS, "TILE_ROWS": _TILE_ROWS, "TILE_VECTORS": self.vectors, "PANEL": self.panel,
         }  # fmt: skip
-        lines = [preamble(steps.carrier.dtype.itemsize), "#include <cstdlib>", '#define UNROLLED _Pragma("GCC unroll 16")']
+        lines = [preamble(wide=steps.carrier is not F32), "#include <cstdlib>", '#define UNROLLED _Pragma("GCC unroll 16")']
         types = {"Lane": steps.carrier.dtype, "Operand": steps.operand_dtype}
         lines += [f"typedef {TYPES[dtype]} {name};" for name, dtype in types.items()]
         lines += [f"typedef {SCALARS[steps.result_dtype]} Result;"]
