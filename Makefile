@@ -67,6 +67,7 @@ bench: setup
 
 readme: setup
 	$(BIN)/python -m lowp.cli.readme README.md
+	$(BIN)/python -m lowp.predict.page docs/prediction.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -26,6 +26,7 @@ NAMES = (
     "fashion",
     "bits",
     "davidnet",
+    "predict",
 )
 
 

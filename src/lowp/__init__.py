@@ -1,7 +1,7 @@
 """lowp: training neural networks in low precision across many machines.
 
-The public API, and nothing else. `fsdp`, `health`, `optim`, `simulation`, `wire` and products of matrices are imported when
-something of them is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
+The public API, and nothing else. `fsdp`, `health`, `optim`, `predict`, `simulation`, `wire` and products of matrices are
+imported when something of them is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
 """
 
 from importlib import import_module
@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.health.audit import audit as audit
     from lowp.optim.loss_scale import LossScale as LossScale
     from lowp.optim.loss_scale import LossScaleExhausted as LossScaleExhausted
+    from lowp.predict.prediction import predict as predict
     from lowp.simulation import GradientDiversity as GradientDiversity
     from lowp.simulation import MasterWeights as MasterWeights
     from lowp.simulation import MemoryBudget as MemoryBudget
@@ -75,6 +76,7 @@ _LATER = {
     "fsdp": "lowp.fsdp",
     "health": "lowp.health",
     "optim": "lowp.optim",
+    "predict": "lowp.predict",
     "ForbiddenTensor": "lowp.health.audit",
     "audit": "lowp.health.audit",
     "LossScale": "lowp.optim.loss_scale",

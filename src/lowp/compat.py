@@ -173,6 +173,9 @@ python_kernels: Any = getattr(torch.library, "_impls", frozenset())  # "aten/add
 FUNCTIONS_OF_TORCH: Any = getattr(torch._C, "_VariableFunctions", None)
 MODULES_OF_FUNCTIONS = tuple(f"torch._C._{name}" for name in ("nn", "linalg", "fft", "special", "sparse", "nested"))
 
+# Attention as GPUs compute it, without a matrix of all scores: predict/tracing.py counts it. Degrades: that matrix is counted.
+fused_attention: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
+
 
 # Autograd.
 backward_id: Any = _found("torch._C._current_graph_task_id", "telling a backward pass")  # of the one that runs now; or -1

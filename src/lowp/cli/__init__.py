@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lowp.cli import demo, formats, memory, quantize, recipes, runs, tour, train
+from lowp.cli import demo, formats, memory, predict, quantize, recipes, runs, tour, train
 from lowp.cli.errors import TRACEBACK, OneLineErrors
 from lowp.cli.output import examples, survive_narrow_encodings
 
@@ -14,6 +14,7 @@ EXAMPLES = examples(
     ("lowp recipes", "what can be trained"),
     ("lowp train aps8 --ranks 2", "gradients in 8 bits between two processes"),
     ("lowp runs", "what came of it"),
+    ("lowp predict --cluster ethernet-25g", "what a cluster would do"),
     ("lowp formats e4m3fn", "one number format in full"),
     ("lowp tour", "what formats do to numbers"),
 )
@@ -63,5 +64,6 @@ app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("recipes", epilog=recipes.EXAMPLES)(recipes.show_recipes)
 app.command("runs", epilog=runs.EXAMPLES)(runs.show_runs)
 app.command("memory", epilog=memory.EXAMPLES)(memory.show_memory)
+app.command("predict", epilog=predict.EXAMPLES)(predict.predict_steps)
 app.command("demo", epilog=demo.EXAMPLES)(demo.run_demo)
 app.command("tour")(tour.run_tour)

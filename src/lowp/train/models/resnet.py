@@ -1,8 +1,9 @@
-"""ResNet-18 and ResNet-50 (arXiv 1512.03385), with the stem for ImageNet or the one for CIFAR.
+"""ResNet-18, -50 and -101 (arXiv 1512.03385), with the stem for ImageNet or the one for CIFAR.
 
 Four stages of residual blocks; each but the first halves the image and doubles the channels. ResNet-18 has blocks of two 3 x 3
-convolutions; ResNet-50 has bottlenecks (1 x 1 down to a quarter of the channels, 3 x 3 with the stride, 1 x 1 up again).
-The ImageNet stem (7 x 7, stride 2, pool) makes 224 pixels 56; the CIFAR stem is one 3 x 3 convolution that keeps all 32.
+convolutions; ResNet-50 and -101 have bottlenecks (1 x 1 down to a quarter of the channels, 3 x 3 with the stride, 1 x 1 up
+again). The ImageNet stem (7 x 7, stride 2, pool) makes 224 pixels 56; the CIFAR stem is one 3 x 3 convolution that keeps all
+32.
 
 Names and initialisation are torchvision's, so that its checkpoints load. With `zero_gamma`, the last batch norm of each block
 begins with a factor of 0: every block begins as the identity, which large batches like (arXiv 1706.02677).
@@ -30,6 +31,13 @@ def resnet50(
 ) -> nn.Sequential:
     """As `resnet18`; the first stage has 4 x `width` channels outside its bottlenecks."""
     return _resnet("resnet50", Bottleneck, (3, 4, 6, 3), shape, classes, stem, zero_gamma, width)
+
+
+def resnet101(
+    shape: tuple[int, ...], classes: int, *, stem: str | None = None, zero_gamma: bool = False, width: int = 64
+) -> nn.Sequential:
+    """As `resnet50`, with 23 blocks in the third stage. (Recipes do not name it; predictions do.)"""
+    return _resnet("resnet101", Bottleneck, (3, 4, 23, 3), shape, classes, stem, zero_gamma, width)
 
 
 class Block(nn.Module):

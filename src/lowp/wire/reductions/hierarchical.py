@@ -103,7 +103,7 @@ class Hierarchical(Reduction):
     def addends(self, world: int) -> int:
         return len(self._nodes(world))
 
-    def _between(self, rules: Rules) -> Rules:
+    def between(self, rules: Rules) -> Rules:
         """The rules between nodes: sums in float32 at their owners, or partial sums that travel in the wire's format."""
         return replace(rules, accumulate=None if self.variant == "leaders" else FP32, level=1)
 
@@ -112,7 +112,7 @@ class Hierarchical(Reduction):
 
     def exchange(self, job: ChunkJob) -> Steps:
         through = {"leaders": _through_leaders, "gather": _through_gather, "shards": _through_shards}[self.variant]
-        yield from through(job, self._nodes(job.link.world), self._between(job.rules))
+        yield from through(job, self._nodes(job.link.world), self.between(job.rules))
 
     def _column(self, index: int, nodes: int) -> int:
         """Which of a node's ranks adds up a shard."""
@@ -123,7 +123,7 @@ class Hierarchical(Reduction):
         nodes, leaders = self._nodes(rules.world), self.variant == "leaders"
         column = self._column(index, len(nodes))
         holders = {node[-1]: holder(node, column) for node in nodes}
-        between = self._between(rules).at(self.owner(index, rules.world))
+        between = self.between(rules).at(self.owner(index, rules.world))
         return NodeFold(shard, holders, rules, between, leaders)
 
     def owner(self, index: int | None, world: int) -> int:

@@ -1,0 +1,96 @@
+"""The tables of `lowp predict`."""
+
+from typing import TYPE_CHECKING
+
+from lowp.cli.output import console, table
+from lowp.predict.prediction import PredictedStep, Prediction
+from lowp.predict.quantities import rate_text, seconds_text
+from lowp.train.units import UNKNOWN, bytes_text, count_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WIDE = 96  # columns of terminal from which encoding and decoding have room each for itself
+LEGEND = (
+    "Times in ms. compute + coding (encode and decode) + exposed + idle (slower ranks) is the step; hidden is what travels "
+    "while somebody computes."
+)
+
+
+def print_prediction(found: Prediction) -> None:
+    out = console()
+    first, cluster = found.steps[0], found.cluster
+    links = ", ".join(f"{level.name} {rate_text(level.bandwidth)}" for level in cluster.levels)
+    out.print(
+        f"[bold cyan]{first.model}[/]  {found.workload.parameters:,} parameters, {first.batch} {found.workload.unit}s a rank, "
+        f"{seconds_text(first.times.compute)} of computation a step"
+    )
+    out.print(f"[bold cyan]{cluster.name}[/]  {cluster.device.name}; {links}\n")
+    for wire in found.wires:
+        steps = [step for step in found.steps if step.wire == wire]
+        out.print(f"[bold]{_literal(wire)}[/]  {_literal(steps[-1].reduction)}")
+        out.print(_by_ranks(steps, found.workload.unit, out.width >= WIDE))
+        out.print()
+    last = [step for step in found.steps if step.ranks == found.steps[-1].ranks]
+    if len(last) > 1:
+        out.print(_side_by_side(last))
+        out.print()
+    out.print(_memory(max(found.steps, key=lambda step: step.memory.total), cluster.device.memory))
+    out.print(f"[dim]{LEGEND}[/]")
+
+
+def _by_ranks(steps: list[PredictedStep], unit: str, wide: bool) -> "Table":
+    result = table()
+    coding = ("encode", "decode") if wide else ("coding",)
+    for heading in ("ranks", f"{unit}s/s", "speed-up", "eff.", "step", "compute", *coding, "exposed", "idle", "hidden"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for step in steps:
+        times = step.times
+        coded = (times.encode, times.decode) if wide else (times.encode + times.decode,)
+        result.add_row(
+            f"{step.ranks}",
+            count_text(step.throughput) if step.throughput < 999_999.5 else f"{step.throughput / 1e6:.4g} M",
+            f"{step.speedup:.4g}",
+            f"{100 * step.efficiency:.3g} %",
+            *(_milliseconds(each) for each in (step.step, times.compute, *coded, times.exposed, times.idle, times.hidden)),
+        )
+    return result
+
+
+def _side_by_side(steps: list[PredictedStep]) -> "Table":
+    """All wires on the most ranks, beside the first of them."""
+    result = table()
+    result.add_column(f"on {steps[0].ranks:,} ranks", overflow="fold")
+    for heading in ("sent", "messages", "encode", "decode", "step", f"x {steps[0].wire}"):
+        result.add_column(_literal(heading), justify="right", no_wrap=True)
+    for step in steps:
+        result.add_row(
+            _literal(step.wire),
+            bytes_text(step.bytes_sent),
+            count_text(step.messages),
+            *(_milliseconds(each) for each in (step.times.encode, step.times.decode, step.step)),
+            f"{steps[0].step / step.step:.2f}",
+        )
+    return result
+
+
+def _memory(step: PredictedStep, room: float | None) -> str:
+    needs = step.memory
+    roles = {"weights": needs.weights, "gradients": needs.gradients, "state": needs.state, "messages": needs.wire}
+    shown = ", ".join(f"{role} {bytes_text(size)}" for role, size in roles.items())
+    activations = UNKNOWN if needs.activations is None else bytes_text(needs.activations)
+    answer = "" if room is None else f" of {bytes_text(room)}: {'it fits' if step.fits else '[red]it does not fit[/]'}"
+    return f"Memory of a rank: {bytes_text(needs.total)}{answer} ({shown}, activations {activations})."
+
+
+def _milliseconds(seconds: float) -> str:
+    """At most two decimals and, below ten seconds, five characters."""
+    value = 1e3 * seconds
+    return "0" if value < 5e-3 else f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def _literal(text: str) -> str:
+    """Text whose brackets are brackets, not rich's markup."""
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,94 @@
+"""How gradients travel, as text: `FORMAT[/SCALE][/ROUNDING][@REDUCTION]`.
+
+    fp32                 torch's own all-reduce in float32
+    fp16                 the same in float16, as torch's fp16_compress_hook does it
+    e5m2/aps             lowp's two_shot with Auto Precision Scaling
+    e2m1fn/block:32@ring partial sums in 4 bits around a ring
+    fp32@hierarchical(8, leaders)
+
+`fp32`, `fp16` and `bf16` without a scale or a reduction of lowp's are torch's; everything else is lowp's (`two_shot` unless
+another is named). `hierarchical` without a number takes the cluster's nodes.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowp.formats import Rounding
+from lowp.predict.topologies import topology_of
+from lowp.predict.topologies.all_reduce import AllReduce
+from lowp.predict.topologies.base import Topology
+from lowp.predict.topologies.counted import CountedReduction
+from lowp.wire.reductions.base import Reduction
+from lowp.wire.settings import Settings
+
+PLAIN = ("fp32", "fp16", "bf16")  # formats that torch reduces in
+
+
+@dataclass(frozen=True)
+class WireChoice:
+    """`settings` say the codec of every parameter. `plain`: numbers travel in a dtype of torch's, nobody encodes them."""
+
+    text: str
+    settings: Settings
+    reduction: "str | Reduction | Topology"
+    plain: bool
+
+    def topology(self, node: int) -> Topology:
+        """`node`: ranks of a node of the cluster."""
+        return topology_of(self.reduction, self.settings.kahan, node)
+
+
+def wire_of(wire: "str | Mapping[str, Any] | WireChoice") -> WireChoice:
+    """From text, or from a dictionary with the arguments of `compress_gradients`: {"format": "e5m2", "skip": "1d", ...}."""
+    if isinstance(wire, WireChoice):
+        return wire
+    if isinstance(wire, Mapping):
+        return _chosen(
+            _described(wire), {key: value for key, value in wire.items() if key != "reduction"}, wire.get("reduction")
+        )
+    if not isinstance(wire, str) or not wire.strip():
+        raise ValueError(f"wire: it is written FORMAT[/SCALE][@REDUCTION], say e5m2/aps or fp32@ring, not {wire!r}")
+    what, at, reduction = wire.partition("@")
+    return _chosen(wire, _arguments(what.strip()), reduction.strip() if at else None)
+
+
+def wires_of(wires: "str | Mapping[str, Any] | WireChoice | Iterable[Any]") -> tuple[WireChoice, ...]:
+    if isinstance(wires, (str, Mapping, WireChoice)):
+        return (wire_of(wires),)
+    found = tuple(wire_of(wire) for wire in wires)
+    if not found:
+        raise ValueError("wire: at least one is wanted")
+    return found
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    name, *words = text.split("/")
+    arguments: dict[str, Any] = {"format": name}
+    for word in words:
+        key = "rounding" if word in tuple(Rounding) else "scale"
+        if key in arguments:
+            raise ValueError(f"wire {text!r}: a format has one scale and one rounding")
+        arguments[key] = word
+    return arguments
+
+
+def _described(wire: Mapping[str, Any]) -> str:
+    extra = [f"{key}={value}" for key, value in wire.items() if key not in ("format", "scale", "rounding", "reduction")]
+    words = [str(wire[key]) for key in ("format", "scale", "rounding") if wire.get(key)]
+    return (
+        "/".join(words) + (f"@{wire['reduction']}" if wire.get("reduction") else "") + (f" {' '.join(extra)}" if extra else "")
+    )
+
+
+def _chosen(text: str, arguments: dict[str, Any], reduction: "str | Reduction | Topology | None") -> WireChoice:
+    try:
+        settings = Settings.of(**arguments)
+        bare = set(arguments) == {"format"} and arguments["format"] in PLAIN
+        topology = topology_of(reduction) if reduction else AllReduce() if bare else None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"wire {text!r}: {error}") from None
+    plain = bare and not isinstance(topology, CountedReduction)
+    if isinstance(topology, AllReduce) and not plain:
+        raise ValueError(f"wire {text!r}: torch's all_reduce takes {', '.join(PLAIN)} without a scale")
+    return WireChoice(text, settings, reduction or ("all_reduce" if plain else "two_shot"), plain)
