@@ -70,11 +70,12 @@ struct Subnormals {
 
 _TWO = r"""
 template <class V> using element = std::remove_reference_t<decltype(V{}[0])>;
-template <class V> struct IsTwo : std::false_type {};
-template <class V> constexpr bool is_two = IsTwo<V>::value;
 #if REGISTER == 64
 typedef int64_t i64 __attribute__((vector_size(8 * LANES)));
 typedef double f64 __attribute__((vector_size(8 * LANES)));
+template <class V, class S> INLINE V splat(S s) { return (element<V>)s - V{}; }  // x - 0 is x, also for -0.0
+template <class M, class V> INLINE V chosen(M mask, V yes, V no) { return mask ? yes : no; }
+template <class V, class W> INLINE V converted(W x) { return __builtin_convertvector(x, V); }
 #else
 template <class H> struct Two {  // registers: one vector
     typedef element<H> number;
@@ -84,9 +85,9 @@ template <class H> struct Two {  // registers: one vector
     const number& operator[](long l) const { return ((const number*)this)[l]; }
     number& operator[](long l) { return ((number*)this)[l]; }
 };
-template <class H> struct IsTwo<Two<H>> : std::true_type {};
 typedef Two<int64_t __attribute__((vector_size(4 * LANES)))> i64;
 typedef Two<double __attribute__((vector_size(4 * LANES)))> f64;
+template <class V> constexpr bool is_two = std::is_same_v<V, i64> || std::is_same_v<V, f64>;
 #define INFIX(op, R) \
     template <class H> INLINE R operator op(Two<H> a, Two<H> b) { return (R){a.low op b.low, a.high op b.high}; } \
     template <class H> INLINE R operator op(Two<H> a, typename Two<H>::number b) { return (R){a.low op b, a.high op b}; }
@@ -95,32 +96,32 @@ INFIX(<<, Two<H>) INFIX(>>, Two<H>) INFIX(<, i64) INFIX(<=, i64) INFIX(>, i64) I
 template <class H> INLINE Two<H> operator-(Two<H> a) { return {-a.low, -a.high}; }
 template <class H> INLINE Two<H> operator~(Two<H> a) { return {~a.low, ~a.high}; }
 template <class H> INLINE Two<H>& operator+=(Two<H>& a, Two<H> b) { return a = a + b; }
-template <class V> using half = element<V> __attribute__((vector_size(sizeof(V) / 2)));
+template <class V> struct Half;  // GCC does not heed a vector_size that depends on a type in an alias
+template <> struct Half<i32> { typedef int32_t type __attribute__((vector_size(2 * LANES))); };
+template <> struct Half<f32> { typedef float type __attribute__((vector_size(2 * LANES))); };
+template <class V> using half = typename Half<V>::type;
 template <class V> INLINE half<V> half_of(V x, int which) { union { V v; half<V> h[2]; } both = {x}; return both.h[which]; }
 template <class V> INLINE V joined(half<V> low, half<V> high) { union { half<V> h[2]; V v; } both = {{low, high}}; return both.v; }
-#endif
 template <class V, class S> INLINE V splat(S s) {
     if constexpr (is_two<V>) return V{splat<typename V::half>(s), splat<typename V::half>(s)};
-    else return (element<V>)s - V{}; }  // x - 0 is x, also for -0.0
-template <class V, class T> INLINE V load(const T* p, long count) {
-    V v = {}; memcpy(&v, p, count * sizeof(T)); return v; }
-template <class V, class T> INLINE void store(T* p, V v, long count) { memcpy(p, &v, count * sizeof(T)); }
+    else return (element<V>)s - V{}; }
 template <class M, class V> INLINE V chosen(M mask, V yes, V no) {
     if constexpr (is_two<V>) return {mask.low ? yes.low : no.low, mask.high ? yes.high : no.high};
     else return mask ? yes : no; }
 template <class V, class W> INLINE V converted(W x) {
-    if constexpr (is_two<V> && is_two<W>) {
+    if constexpr (!is_two<V> && !is_two<W>) return __builtin_convertvector(x, V);
+    else if constexpr (is_two<V> && is_two<W>) {
         typedef typename V::half H;
         return V{__builtin_convertvector(x.low, H), __builtin_convertvector(x.high, H)};
-    } else if constexpr (is_two<V>) {
+    } else if constexpr (sizeof(element<V>) < 4 || sizeof(element<W>) < 4) return converted<V>(converted<i32>(x));
+    else if constexpr (is_two<V>) {
         typedef typename V::half H;
-        if constexpr (sizeof(element<W>) < 4) return converted<V>(converted<i32>(x));
-        else return V{__builtin_convertvector(half_of(x, 0), H), __builtin_convertvector(half_of(x, 1), H)};
-    } else if constexpr (is_two<W>) {
-        if constexpr (sizeof(element<V>) < 4) return converted<V>(converted<i32>(x));
-        else return joined<V>(__builtin_convertvector(x.low, half<V>), __builtin_convertvector(x.high, half<V>));
-    } else return __builtin_convertvector(x, V);
-}
+        return V{__builtin_convertvector(half_of(x, 0), H), __builtin_convertvector(half_of(x, 1), H)};
+    } else return joined<V>(__builtin_convertvector(x.low, half<V>), __builtin_convertvector(x.high, half<V>)); }
+#endif
+template <class V, class T> INLINE V load(const T* p, long count) {
+    V v = {}; memcpy(&v, p, count * sizeof(T)); return v; }
+template <class V, class T> INLINE void store(T* p, V v, long count) { memcpy(p, &v, count * sizeof(T)); }
 """
 
 _GENERAL = r"""
