@@ -158,7 +158,7 @@ class _Source:
                 lines.append(f"r{i} = larger(r{i}, inside ? {self.printer.argument(v, torch.int32)} : i32{{}});")
             else:
                 value = self.printer.argument(v, torch.int64)
-                lines.append(f"r{i} += chosen(converted<i64>(inside), {value}, i64{{}});")
+                lines.append(f"r{i} += CHOOSE(CONVERT(inside, i64), {value}, i64{{}});")
         return lines
 
     def _reduce(self) -> list[str]:

@@ -74,8 +74,9 @@ template <class V> using element = std::remove_reference_t<decltype(V{}[0])>;
 typedef int64_t i64 __attribute__((vector_size(8 * LANES)));
 typedef double f64 __attribute__((vector_size(8 * LANES)));
 template <class V, class S> INLINE V splat(S s) { return (element<V>)s - V{}; }  // x - 0 is x, also for -0.0
-template <class M, class V> INLINE V chosen(M mask, V yes, V no) { return mask ? yes : no; }
 template <class V, class W> INLINE V converted(W x) { return __builtin_convertvector(x, V); }
+#define CHOOSE(mask, yes, no) ((mask) ? (yes) : (no))
+#define CONVERT(x, V) __builtin_convertvector(x, V)
 #else
 template <class H> struct Two {  // registers: one vector
     typedef element<H> number;
@@ -118,6 +119,8 @@ template <class V, class W> INLINE V converted(W x) {
         typedef typename V::half H;
         return V{__builtin_convertvector(half_of(x, 0), H), __builtin_convertvector(half_of(x, 1), H)};
     } else return joined<V>(__builtin_convertvector(x.low, half<V>), __builtin_convertvector(x.high, half<V>)); }
+#define CHOOSE(mask, yes, no) chosen(mask, yes, no)
+#define CONVERT(x, V) converted<V>(x)
 #endif
 template <class V, class T> INLINE V load(const T* p, long count) {
     V v = {}; memcpy(&v, p, count * sizeof(T)); return v; }
@@ -125,8 +128,8 @@ template <class V, class T> INLINE void store(T* p, V v, long count) { memcpy(p,
 """
 
 _GENERAL = r"""
-template <class V> INLINE V larger(V a, V b) { return chosen(a > b, a, b); }  // the second where one is NaN
-template <class V> INLINE V smaller(V a, V b) { return chosen(a < b, a, b); }
+template <class V> INLINE V larger(V a, V b) { return CHOOSE(a > b, a, b); }  // the second where one is NaN
+template <class V> INLINE V smaller(V a, V b) { return CHOOSE(a < b, a, b); }
 template <class V> INLINE bool any_above(V a, V b) {
     int any = 0; for (int l = 0; l < LANES; l++) any |= a[l] > b[l]; return any != 0; }
 template <class V> INLINE i16 upper_words(V x) { return converted<i16>(V(x >> 16)); }

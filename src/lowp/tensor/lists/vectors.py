@@ -69,14 +69,14 @@ class Printer:
     def converted(self, value: Value, dtype: torch.dtype) -> str:
         source, name = value.dtype, value.name
         if source == torch.bool:
-            return _converted(f"{name} & 1", dtype, dtype)
+            return _converted(f"{name} & 1", dtype)
         if dtype == torch.bool:
-            return _converted(f"{name} != 0", source, torch.int32)
+            return _converted(f"{name} != 0", torch.int32)
         if source in _HALVES:
             single = f"{_HALVES[source]}_to_float({name})"
-            return single if dtype == torch.float32 else _converted(single, dtype, dtype)
+            return single if dtype == torch.float32 else _converted(single, dtype)
         if dtype in _HALVES:
-            single = name if source == torch.float32 else _converted(name, source, torch.float32)
+            single = name if source == torch.float32 else _converted(name, torch.float32)
             return f"float_to_{_HALVES[dtype]}({single})"
         return f"converted<{TYPES[dtype]}>({name})"
 
@@ -108,7 +108,7 @@ class Printer:
                 if mask in self._comparisons and self._comparisons[mask][1] == width:
                     return _chosen(self._comparisons[mask][0], yes, no, width)  # a mask register, never a vector
                 if width != 4:
-                    mask = _converted(mask, s.operand, {1: torch.int8, 2: torch.int16, 8: torch.int64}[width])
+                    mask = _converted(mask, {1: torch.int8, 2: torch.int16, 8: torch.int64}[width])
                 return _chosen(mask, yes, no, width)
             case "shl" | "shr" if not isinstance(s.arguments[1], Value):  # by a constant that is part of the instruction
                 if s.operation == "shr" and s.arguments[1] == 16 and s.operand == torch.int32:
@@ -121,7 +121,7 @@ class Printer:
                 self._comparisons[s.result.name] = (text, s.operand.itemsize)
                 if s.operand == torch.int32 and operation in ("lt", "gt"):
                     self._above[s.result.name] = f"any_above({', '.join(map(str, a if operation == 'gt' else a[::-1]))})"
-                return _converted(text, s.operand, torch.int32)
+                return _converted(text, torch.int32)
             case "mul_high":
                 return f"upper_half({a[0]}, {a[1]})"
             case "rsub":
@@ -158,15 +158,12 @@ class Printer:
 
 
 def _chosen(mask: str, yes: Any, no: Any, width: int) -> str:
-    """A selection among numbers of `width` bytes."""
-    return f"chosen({mask}, {yes}, {no})" if width == 8 else f"({mask}) ? {yes} : {no}"
+    """A selection among numbers of `width` bytes. Vectors of 64-bit numbers may be two registers (preamble.py)."""
+    return f"CHOOSE({mask}, {yes}, {no})" if width == 8 else f"({mask}) ? {yes} : {no}"
 
 
-def _converted(text: str, wider: torch.dtype, target: torch.dtype) -> str:
-    """An expression converted to another type. `wider` is the longer of the two types."""
-    if wider.itemsize == 8:  # which may be two registers
-        return f"converted<{TYPES[target]}>({text})"
-    return f"__builtin_convertvector({text}, {TYPES[target]})"
+def _converted(text: str, dtype: torch.dtype) -> str:
+    return f"CONVERT({text}, {TYPES[dtype]})"
 
 
 _HALVES = {torch.float16: "half", torch.bfloat16: "bfloat"}
