@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.tracing import Element, Program, Statement, fused, in_words, trace
 from lowp.tensor.lists.preamble import preamble
+from lowp.tensor.lists.tracing import Element, Program, Statement, fused, in_words, trace
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
 
 _CPU = torch.device("cpu")

@@ -124,7 +124,9 @@ class _CppParts:
 
     def _address(self, name: str, s: Stream, more: str = "") -> str:
         kind = _STORED[s.dtype]
-        at = {"part": "", "tile": f" + (tile * {s.stride} + {s.place})", "lane": f" + (tile * {s.stride} + {s.place} + lane)"}[s.of]
+        at = {"part": "", "tile": f" + (tile * {s.stride} + {s.place})", "lane": f" + (tile * {s.stride} + {s.place} + lane)"}[
+            s.of
+        ]
         return f"({kind}*)({name}{more}){at}"
 
     def _read(self, program: Program, names: set[str], more: str = "") -> list[str]:
@@ -240,9 +242,7 @@ class _CppParts:
     def _simple(self) -> list[str]:
         return self._pass(self.each, *self._write(self.each.results))
 
-    def _over_tiles(
-        self, before: Sequence[str], lanes: Sequence[str], after: Sequence[str], begin: str, end: str
-    ) -> list[str]:
+    def _over_tiles(self, before: Sequence[str], lanes: Sequence[str], after: Sequence[str], begin: str, end: str) -> list[str]:
         """Tiles that are full first, without a question for each number."""
         return [
             "        {",

@@ -5,9 +5,9 @@ traced and printed in vector types (lists/vectors.py), are written out for every
 of one sum's roundings are hidden behind the others'. Before, the columns of b that some tiles need, a panel, are packed: one
 vector after the other, for all k, the last filled up with zeros.
 
-Arithmetic bound with AVX-512: a step to nearest with plain sums is 9 instructions for 16 elements (a fused multiply-add, eight for
-rounding: rounding.py). Two vector instructions a cycle at 2.8 GHz make 2 * 16 * 2.8e9 / 9 = 10e9 steps, 20 GFLOP/s for each
-core.
+Arithmetic bound with AVX-512: a step to nearest with plain sums is 9 instructions for 16 elements (a fused multiply-add, eight
+for rounding: rounding.py). Two vector instructions a cycle at 2.8 GHz make 2 * 16 * 2.8e9 / 9 = 10e9 steps, 20 GFLOP/s for
+each core.
 """
 
 import ctypes
