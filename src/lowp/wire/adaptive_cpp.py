@@ -3,9 +3,9 @@
 Encoding goes over the numbers twice: scales of all groups; then, message by message, bytes and widths; then codes. Decoding
 finds the widths of every message first, then adds up what all messages say, group by group. Threads share stretches of groups.
 
-A group is a few vectors (`VECTORS`) of as many numbers as a register holds. What is rounded is rounded as in the plain
-operations. What differs: codes of a group are 64 bytes in one register or two where the machine has that, and a plane is a bit of
-each of them, taken by one instruction.
+A group is `VECTORS` vectors of as many numbers as a register holds. What is rounded is rounded as in the plain operations. What
+differs: codes of a group are 64 bytes, in one register (AVX-512) or two (AVX2), and a plane is a bit of each of them, taken by
+one instruction from each register.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """A function of the parts of a bucket (parts.py) as C++.
 
-A vector of a tile has 16 numbers. They are worked on as many at a time as a register holds (preamble.py): `lane` is the first of
-these. Lanes have nothing to do with each other, but for the largest number of a block.
+A vector of a tile has 16 numbers. As many of them are worked on at a time as a register holds (preamble.py): `lane` is the
+first of these. Lanes have nothing to do with each other, but for the largest number of a block.
 
 Threads (OpenMP's, which torch's own kernels keep awake) share the work items. An item is a few tiles of one part. Of several
 messages, some tiles of the first are read, then the same ones of the next: sums stay in the cache, and what depends on a
@@ -124,9 +124,8 @@ class _CppParts:
 
     def _address(self, name: str, s: Stream, more: str = "") -> str:
         kind = _STORED[s.dtype]
-        at = {"part": "", "tile": f" + (tile * {s.stride} + {s.place})", "lane": f" + (tile * {s.stride} + {s.place} + lane)"}[
-            s.of
-        ]
+        place = f"tile * {s.stride} + {s.place}"
+        at = {"part": "", "tile": f" + ({place})", "lane": f" + ({place} + lane)"}[s.of]
         return f"({kind}*)({name}{more}){at}"
 
     def _read(self, program: Program, names: set[str], more: str = "") -> list[str]:

@@ -1,10 +1,12 @@
 """What every C++ text begins with: vector types, and functions of vectors.
 
-**How long a vector is** is decided here, by the compiler: `LANES` is how many numbers fill one of the registers that the text is
-compiled for (64 bytes with AVX-512, 32 with AVX2, else 16). GCC 12 makes scalar code that passes through memory of vectors that
-are longer than a register: on AVX2, with 64 bytes, 10 to 50 times slower. So the text is the same for every processor, and must
-not depend on LANES. Vectors of 64-bit numbers are two registers (`Two`); with AVX-512 they are one, where most numbers of a text
-are of 64 bits, and pass through memory in others.
+**How long a vector is** is decided here, by the compiler: `LANES` is how many numbers fill one of the registers that the text
+is compiled for (64 bytes with AVX-512, 32 with AVX2, else 16). Of vectors that are longer than a register GCC 12 makes scalar
+code that passes through memory: on AVX2, with 64 bytes, 10 to 50 times slower. The text is the same for every processor, and
+its results must not depend on LANES. LOWP_MARCH (cpp.py) chooses another processor, for tests.
+
+A vector of 64-bit numbers is two registers (`Two`). With AVX-512 it is one where a text has 64-bit numbers in most statements
+(`wide`); elsewhere it passes through memory.
 
 Each function has a general form, which any processor can run, and forms in the instructions of AVX-512 and AVX2 where the
 compiler would not find these by itself. All give the same bits.
@@ -102,7 +104,8 @@ template <> struct Half<i32> { typedef int32_t type __attribute__((vector_size(2
 template <> struct Half<f32> { typedef float type __attribute__((vector_size(2 * LANES))); };
 template <class V> using half = typename Half<V>::type;
 template <class V> INLINE half<V> half_of(V x, int which) { union { V v; half<V> h[2]; } both = {x}; return both.h[which]; }
-template <class V> INLINE V joined(half<V> low, half<V> high) { union { half<V> h[2]; V v; } both = {{low, high}}; return both.v; }
+template <class V> INLINE V joined(half<V> low, half<V> high) {
+    union { half<V> h[2]; V v; } both = {{low, high}}; return both.v; }
 template <class V, class S> INLINE V splat(S s) {
     if constexpr (is_two<V>) return V{splat<typename V::half>(s), splat<typename V::half>(s)};
     else return (element<V>)s - V{}; }
