@@ -5,8 +5,8 @@ is compiled for (64 bytes with AVX-512, 32 with AVX2, else 16). Of vectors that 
 code that passes through memory: on AVX2, with 64 bytes, 10 to 50 times slower. The text is the same for every processor, and
 its results must not depend on LANES. LOWP_MARCH (cpp.py) chooses another processor, for tests.
 
-A vector of 64-bit numbers is two registers (`Two`). With AVX-512 it is one where a text has 64-bit numbers in most statements
-(`wide`); elsewhere it passes through memory.
+A vector of 64-bit numbers is two registers (`Two`). With AVX-512, it is one register, and 32-bit numbers fill half of one, in
+`wide` texts, whose loops have 64-bit numbers; in others it passes through memory.
 
 Each function has a general form, which any processor can run, and forms in the instructions of AVX-512 and AVX2 where the
 compiler would not find these by itself. All give the same bits.
@@ -14,7 +14,7 @@ compiler would not find these by itself. All give the same bits.
 
 
 def preamble(wide: bool = False, least: int = 1) -> str:
-    """`wide`: are most numbers of 64 bits? `least`: so many numbers must a vector have."""
+    """`wide`: are there 64-bit numbers in the loop over elements? `least`: so many numbers must a vector have."""
     return f"#define WIDE {int(wide)}\n#define LEAST {least}{_TYPES}{_TWO}{_GENERAL}{_AVX512}{_AVX2}{_CONVERSIONS}"
 
 
