@@ -35,7 +35,7 @@ from typing import Any
 
 from benchmarks.fashion import verdict
 from benchmarks.harness import RESULTS, facts_of, file_stem, heading, interval, machine_name, table, write
-from benchmarks.links.mps import mps
+from lowp.lab.mps import mps
 from benchmarks.papers import train
 
 from lowp.cli.format_plot import COLOURS, empty_figure, label, save

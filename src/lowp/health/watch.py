@@ -31,7 +31,8 @@ from lowp.health.measures import local_part, measure_change, named_tensors, own_
 from lowp.health.measures import sample as sample_of
 from lowp.health.samples import HealthLog, Sample, table
 
-ROLES = ("weights", "activations", "errors", "gradients", "sent", "updates", "states")
+ROLES = ("weights", "activations", "gradients", "updates", "states")
+SHOWN = ("errors", "sent")  # roles that a watch cannot find by itself: somebody has to show them (`Watch.observe`)
 
 FormatChoice = str | AnyFormat | Mapping[str, str | AnyFormat] | None
 
@@ -177,7 +178,7 @@ class Watch:
         What is finite and becomes infinite or NaN has overflowed, and so has what is beyond `limit`. Such numbers count instead
         of those that the watch finds by itself for the same layer and role.
         """
-        if self._sample is None or role not in self._roles:
+        if self._sample is None or role not in (*self._roles, *SHOWN):
             return
         with torch.no_grad(), self._sample.attempt(layer, role):
             self._sample.see_rounded(layer, role, label, numbers, rounded, limit)
