@@ -223,7 +223,9 @@ def draw(found: Mapping[str, Sequence[Row]], path: Path) -> None:
         axes.set_xlim(min(every, default=1) / 1.5, max(every, default=32) * 1.5)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     handles = {name: each for axes in panels for each, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(5, 2 * len(found)), frameon=False)
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=min(5, 2 * len(found)), frameon=False
+    )
     figure.suptitle("Bars: 95 % intervals of the difference to fp32, paired by seed", fontsize=9, color="#666666")
     save(figure, path)
 

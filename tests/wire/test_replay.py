@@ -1,6 +1,7 @@
 """What is recorded as CUDA graphs, and when. (That replayed steps give the same bits: tests/gpu/test_wire_cuda.py.)"""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -101,3 +102,65 @@ def test_graphs_end_where_messages_are_started(monkeypatch, options, messages):
     scheduler.record(BucketExchange(*arguments, marks.append))
     assert [len(begins) for _, begins in scheduler.segments] == messages
     assert len(marks) == 1
+
+
+class ReplayedGraph(Graph):
+    """A graph that says when it is launched."""
+
+    said: ClassVar[list[str]] = []
+
+    def replay(self):
+        self.said.append("graph")
+
+
+def bucket_of_one_shot(monkeypatch, graph):
+    """A recorded bucket on the first of two ranks, whose messages say that they were started and waited for."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    settings = Settings.of("e5m2", scale="aps", reduction="one_shot")
+    bucket = Parameters(SHAPES, settings, None).bucket(NAMES, 0)
+    other, flat = SimpleNamespace(group=None, rank=0, world=2, tagged=False, bytes_sent=0), torch.randn(1000)
+
+    class Link(replay.RecordingLink):
+        def start(self, begin):
+            said = ReplayedGraph.said
+            work = SimpleNamespace(wait=lambda: said.append("wait"))
+
+            def started():
+                said.append("message")
+                return [replay.Pending(work, "a message")]
+
+            return super().start(started)
+
+    monkeypatch.setattr(replay, "RecordingLink", Link)
+
+    def make(link, done, meter):
+        return BucketExchange(flat, bucket, settings, reduction_of("one_shot"), link, State(), meter, True, done)
+
+    return replay.ReplayedBucket(make, other, State().workspaces, flat), other
+
+
+def test_messages_are_started_between_graphs(monkeypatch):
+    """The agreement of `aps`, then the numbers; what comes after a message waits for it."""
+    ReplayedGraph.said = []
+    recorded, link = bucket_of_one_shot(monkeypatch, ReplayedGraph)
+    for step in (1, 2):
+        assert recorded.launch()
+        assert ReplayedGraph.said == ["graph", "message", "wait", "graph", "message", "wait", "graph"] * step
+    assert link.bytes_sent == 2 * (2 * len(NAMES) + 304 + 704)  # the agreement, and codes to multiples of 8 bytes
+    assert recorded.future.done()
+    assert recorded.marks is not None
+
+
+def test_what_cannot_be_recorded_is_launched_in_the_usual_way(monkeypatch, on_cuda, caplog):
+    class NoGraph(Graph):
+        def capture_end(self):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    recorded, link = bucket_of_one_shot(monkeypatch, NoGraph)
+    assert not recorded.launch()
+    assert link.bytes_sent == 0
+    assert "cannot be recorded" in caplog.text
+    replays, bucket = replays_of()
+    assert found(replays, bucket, [16] * 4)[-1]
+    replays.give_up(NAMES)
+    assert not any(found(replays, bucket, [16] * 6))

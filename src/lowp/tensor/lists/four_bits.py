@@ -21,20 +21,19 @@ import torch
 from torch import Tensor
 
 from lowp.formats import Format
-from lowp.formats import format as parse_format
+from lowp.formats.floats import E2M1FN
 from lowp.tensor import grid as grids
 from lowp.tensor.lists.tracing import Statement, record
 
 BYTES, ABOUT, LOW, HIGH = "e2m1_bytes", "e2m1_about", "e2m1_low", "e2m1_high"
 OPERATIONS = (BYTES, ABOUT, LOW, HIGH)
 
-_E2M1FN = parse_format("e2m1fn")
 _ANCHOR = "0f4B400000"  # 1.5 * 2^23
 
 
 def suits(fmt: Format, numbers: Tensor) -> bool:
     """Is what runs now being printed for CUDA, and is this the format?"""
-    return fmt == _E2M1FN and numbers.device.type == "cuda" and grids.floats_pay(numbers)
+    return fmt == E2M1FN and numbers.device.type == "cuda" and grids.floats_pay(numbers)
 
 
 def to_bytes(low: Tensor, high: Tensor) -> Tensor:
