@@ -85,9 +85,7 @@ def _stride(count: int, most: int) -> int:
     return stride
 
 
-def measure(
-    numbers: Tensor, fmt: AnyFormat | None, rounded: Tensor | None = None, limit: float | None = None
-) -> Tensor:
+def measure(numbers: Tensor, fmt: AnyFormat | None, rounded: Tensor | None = None, limit: float | None = None) -> Tensor:
     """Counts and sums for a sample of numbers, in the order of SUMS, EXTREMES and the exponents' bins.
 
     Underflow is a non-zero number that rounds to zero; overflow is what tensor/overflow.py says. Without a format nothing is

@@ -57,7 +57,7 @@ def watch(
 
     One record for each (step, layer, role). Roles are weights and gradients (as the optimizer finds them), activations (the
     outputs of layers, in all forward passes of the step that have gradients enabled), updates (as intended, before rounding)
-    and states of the optimizer. Who rounds numbers elsewhere can show them before and after (`observe`): that is how `lowp train`
+    and states of the optimizer. Who rounds numbers elsewhere can show them before and after (`observe`): so `lowp train`
     watches errors, what a rank sends, and the simulated formats. A record holds, of the elements looked at (`sampled`):
 
     - `underflow`, `overflow`: fractions of the finite non-zero numbers that become zero, or too large, in `format`;
@@ -170,9 +170,7 @@ class Watch:
         """Is a sample open? Outside of one, `observe` does nothing."""
         return self._sample is not None
 
-    def observe(
-        self, role: str, layer: str, numbers: Tensor, rounded: Tensor, label: str, limit: float | None = None
-    ) -> None:
+    def observe(self, role: str, layer: str, numbers: Tensor, rounded: Tensor, label: str, limit: float | None = None) -> None:
         """See numbers before and after somebody has rounded them, to what `label` says ("e5m2/aps").
 
         What is finite and becomes infinite or NaN has overflowed, and so has what is beyond `limit`. Such numbers count instead

@@ -15,13 +15,14 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lowp.lab.estimate import total_seconds
 from lowp.lab.execution import Job, Outcome
 from lowp.lab.pool import Executor
 from lowp.lab.settings import StudyPlan, StudyRun
@@ -47,6 +48,15 @@ class StudyState:
 
     def count(self, *states: str) -> int:
         return sum(state in states for state in self.done.values())
+
+    def seconds_left(self, runs: Iterable[StudyRun], jobs: int) -> float:
+        """By the estimates, corrected by what the runs made so far took; a run under way counts as half done."""
+        runs = list(runs)
+        told = sum(self.estimates[run.setting.name] for run in runs if run.name in self.made)
+        correction = sum(self.made.values()) / told if told else 1.0
+        waiting = total_seconds([run for run in runs if run.name not in self.done], self.estimates, jobs)
+        half = total_seconds([run for run, _ in self.under_way.values()], self.estimates, jobs) / 2
+        return correction * (waiting - half)
 
 
 @dataclass

@@ -10,8 +10,8 @@ between seeds, since a change that is smaller than what another seed does is noi
 1. `worse`: runs of the setting diverged, or failed to give a finite number, where the baseline's did not. A rule, not a test.
 2. `within noise`: the difference is shown to be smaller than the margin (two one-sided t tests).
 3. `better` or `worse`: the difference is shown not to be 0 (a two-sided t test).
-4. `more seeds needed`: neither. How many in all (`seeds_needed`): with so many, one of the two tests decides in 8 of 10 studies,
-   if the true difference is the one that was seen and the true deviation too.
+4. `more seeds needed`: neither. How many in all (`seeds_needed`): with so many, one of the two tests decides in 8 of 10
+   studies, if the true difference is the one that was seen and the true deviation too.
 
 **Many comparisons.** With 24 settings at a level of 5 %, one false "better" or "worse" is to be expected. Holm's method
 corrects for that: the smallest p-value is multiplied by the number of comparisons m, the next one by m - 1, and so on, and

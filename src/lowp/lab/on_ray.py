@@ -115,10 +115,13 @@ def _check_shared(ray: Any, directory: Path) -> None:
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         nodes = [node for node in ray.nodes() if node["Alive"]]
         asked = [
-            look.options(num_cpus=0, scheduling_strategy=strategy(node["NodeID"], soft=False)).remote(str(token)) for node in nodes
+            look.options(num_cpus=0, scheduling_strategy=strategy(node["NodeID"], soft=False)).remote(str(token))
+            for node in nodes
         ]
         blind = [node["NodeManagerHostname"] for node, seen in zip(nodes, ray.get(asked), strict=True) if not seen]
     finally:
         token.unlink()
     if blind:
-        raise ValueError(f"node {blind[0]} does not see {directory}: with --on ray, --out must be on a disk that all nodes share")
+        raise ValueError(
+            f"node {blind[0]} does not see {directory}: with --on ray, --out must be on a disk that all nodes share"
+        )

@@ -1,8 +1,8 @@
 """From a study to its runs: a recipe for every setting and seed, all of them checked before anything starts.
 
-A setting is the base recipe, the study's changes for all runs, and the setting's own. The baseline is the setting that the study
-names; where it names none, the base recipe (with the changes for all): the setting that has the same recipe, or one that is
-added, called `base`.
+A setting is the base recipe, the study's changes for all runs, and the setting's own. The baseline is the setting that the
+study names; where it names none, the base recipe (with the changes for all): the setting that has the same recipe, or one that
+is added, called `base`.
 
 Every recipe gets a name that can be a directory's: letters, digits and a few signs of the setting's name. Two settings with the
 same recipe are a mistake, and so is one that cannot be run; all of these are named before any run starts.
@@ -24,6 +24,7 @@ from lowp.train.toml import plain
 BASE = "base"
 _LONGEST_SLUG = 80  # characters; a seed comes behind it, and a recipe's name has at most 100
 _NAMED = 3  # settings that an error names
+_BARE = re.compile(r"[-+\d.e_]+|true|false|\[.*\]|\{.*\}|\"\"|", re.DOTALL)  # labels that say nothing without their key
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,17 @@ def _settings(study: Study, base: Recipe) -> list[StudySetting]:
 
 
 def _crossed(study: Study, short: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str], tuple[str, ...]]]:
-    named = {axis.name for axis in study.axes if any(axis.name != each.partition("=")[0] for c in axis.choices for each in c.changes)}
+    """Every combination of the axes, called by its values: `e5m2 aps ring`. A value that does not say what it is (a number, or
+    one that two axes have) stands with its key: `batch=64`."""
+    times = Counter(choice.label for axis in study.axes for choice in axis.choices)
     for chosen in study.combinations():
         pairs = list(zip(study.axes, chosen, strict=True))
-        words = [choice.label if axis.name in named else f"{short[axis.name]}={choice.label}" for axis, choice in pairs]
+        words = [
+            choice.label
+            if times[choice.label] == 1 and not _BARE.fullmatch(choice.label)
+            else f"{short[axis.name]}={choice.label}"
+            for axis, choice in pairs
+        ]
         labels = {axis.name: choice.label for axis, choice in pairs}
         yield " ".join(words), labels, tuple(change for choice in chosen for change in choice.changes)
 
@@ -130,7 +138,7 @@ def _short_names(names: list[str]) -> dict[str, str]:
 
 
 def _slug(name: str) -> str:
-    """Text as part of a directory's name: `format=e5m2 scale=aps` becomes `format-e5m2_scale-aps`."""
+    """Text as part of a directory's name: `e5m2 aps batch=64` becomes `e5m2_aps_batch-64`."""
     text = re.sub(r"[^A-Za-z0-9_.]+", "-", re.sub(r"\s+", "_", name.strip())).strip("-._")
     return text[:_LONGEST_SLUG].rstrip("-._") or "setting"
 
@@ -166,7 +174,9 @@ def _check_all(study: Study, settings: list[StudySetting]) -> None:
     from lowp.train.check import check
 
     if len(settings) * len(study.seeds) > MOST_RUNS:
-        raise StudyError(f"{study.source}: {len(settings)} settings x {len(study.seeds)} seeds are more than {MOST_RUNS:,} runs")
+        raise StudyError(
+            f"{study.source}: {len(settings)} settings x {len(study.seeds)} seeds are more than {MOST_RUNS:,} runs"
+        )
     wrong: dict[str, str] = {}
     known: dict[str, str] = {}
     for setting in settings:

@@ -186,7 +186,7 @@ def _axes(keys: TomlKeys) -> tuple[Axis, ...]:
 
 
 def _flattened(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Without quotes, `wire.format = [...]` is a table in a table. Sections of a recipe are taken apart, other tables are not."""
+    """Without quotes, `wire.format = [...]` is a table in a table. Sections of a recipe are taken apart, others are not."""
     for name, value in table.items():
         section = section_of(kind_at((name,))) if "." not in name else None
         if section is not None and isinstance(value, dict):

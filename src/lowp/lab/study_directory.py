@@ -28,6 +28,7 @@ from lowp.train.runs import differences, read_records
 from lowp.train.toml import plain
 
 STUDY, PLAN, LOG, STUDY_LOCK = "study.toml", "plan.json", "study.jsonl", "study.lock"
+RESULTS, RUNS_TABLE = "results.csv", "runs.csv"
 VERSION = 1  # of plan.json
 DONE = ("finished", "diverged")  # states that a resumed study leaves alone
 
@@ -171,7 +172,9 @@ def _check_runs(runs: Path, plan: StudyPlan) -> None:
         try:
             there = read_recipe(str(path / RECIPE))
         except RecipeError as error:
-            raise RunError(f"{path} was made by another version of lowp, or is damaged ({error}); choose another --out") from None
+            raise RunError(
+                f"{path} was made by another version of lowp, or is damaged ({error}); choose another --out"
+            ) from None
         changed = differences([_compared(there), _compared(run.recipe)])
         if changed:
             key, (old, new) = next(iter(changed.items()))

@@ -74,7 +74,7 @@ def with_changes(recipe: Recipe, /, **changes: Any) -> Recipe:
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """The same recipe with some keys changed, as text: `with_overrides(recipe, ["wire.format=e5m2"])`. As `read_recipe` has it."""
+    """The same recipe with some keys changed, as `read_recipe` takes them: `with_overrides(recipe, ["wire.format=e5m2"])`."""
     return _validated(_changed(plain(recipe), [_override(each) for each in overrides]), f"recipe {recipe.name}")
 
 

@@ -8,6 +8,7 @@ Real ranks send a bucket while backward goes on: `exchange` is what remains to b
 """
 
 import time
+from itertools import pairwise
 
 import torch
 
@@ -47,7 +48,7 @@ class StepClock:
         self._phase = ""
 
     def take(self) -> dict[str, float]:
-        """Seconds of a step, by phase: the mean of the steps since the last call (on CUDA, of one of them). Empty: not known."""
+        """Seconds of a step, by phase: the mean of the steps since the last call (on CUDA, of one). Empty: not known."""
         if self._on_cuda:
             found = self._read_events()
         else:
@@ -61,6 +62,6 @@ class StepClock:
             return {}
         events[-1][1].synchronize()
         found = dict.fromkeys(PHASES, 0.0)
-        for (phase, begin), (_, end) in zip(events, events[1:], strict=False):
+        for (phase, begin), (_, end) in pairwise(events):
             found[phase] += begin.elapsed_time(end) / 1e3
         return found

@@ -26,7 +26,7 @@ class Exchange(Protocol):
         """By this rank so far, and what float32 would have been."""
 
     def seconds(self) -> dict[str, float]:
-        """Of a step, to encode, transfer and decode: the wire's own work, some of it while backward goes on. Empty: not known."""
+        """Of a step, to encode, transfer and decode: the wire's own work, partly while backward goes on. Empty: not known."""
 
     def undo(self) -> None:
         """Forget what the last `reduce` taught: its step is not taken."""
