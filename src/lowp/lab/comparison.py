@@ -25,6 +25,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from lowp.lab.student import critical, power_of_difference, power_of_equivalence, two_sided, upper_tail
@@ -67,8 +68,13 @@ class Comparison:
     p_difference: float  # that it is not 0; corrected for the number of comparisons. NaN: too few seeds
     p_within: float  # that it is within the margin; corrected
     verdict: Verdict
-    seeds_needed: int | None  # in all, where more are needed; None: it cannot be said, or none are
+    level: float = LEVEL  # what the correction leaves to one more comparison
     note: str = ""
+
+    @cached_property
+    def seeds_needed(self) -> int | None:
+        """In all, where more are needed; None: it cannot be said, or none are."""
+        return seeds_needed(self.difference, self.margin, self.level) if self.verdict == "more seeds needed" else None
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -100,14 +106,13 @@ def compare(
     differences = {name: Summary.of(_paired(own, base)) for name, own in settings.items() if name != baseline}
     unequal = dict(zip(differences, holm([_p_difference(each) for each in differences.values()]), strict=True))
     alike = dict(zip(differences, holm([_p_within(each, margin) for each in differences.values()]), strict=True))
-    found = {baseline: Comparison(Summary.of([0.0] * len(base)), margin, math.nan, math.nan, "baseline", None)}
+    found = {baseline: Comparison(Summary.of([0.0] * len(base)), margin, math.nan, math.nan, "baseline")}
+    still_open = sum(not (unequal[name] <= LEVEL or alike[name] <= LEVEL) for name in differences)
     for name, difference in differences.items():
         gone = (lost or {}).get(name, 0)
         verdict = _verdict(difference, unequal[name], alike[name], gone, higher_is_better)
-        open_ones = sum(not (unequal[n] <= LEVEL or alike[n] <= LEVEL) for n in differences)
-        needed = seeds_needed(difference, margin, LEVEL / max(1, open_ones)) if verdict == "more seeds needed" else None
         note = f"{gone} run{'s' * (gone != 1)} diverged" if gone else ""
-        found[name] = Comparison(difference, margin, unequal[name], alike[name], verdict, needed, note)
+        found[name] = Comparison(difference, margin, unequal[name], alike[name], verdict, LEVEL / max(1, still_open), note)
     return found
 
 

@@ -2,9 +2,9 @@
 
 A run's time is that of its steps, of its tests, and of getting ready. The first step of a setting may compile kernels (they
 are kept on disk, so that this is not lost) and does not count; then some steps are timed, and one test. Settings are tried one
-after the other until `BUDGET` seconds are over; those that were not tried are taken to be like the mean of the others. A setting with
-real ranks is timed with as many virtual ones: ranks that share cores take as long. Runs that were made before (a resumed study)
-tell their own time.
+after the other until `BUDGET` seconds are over; those that were not tried are taken to be like the mean of the others. A setting
+with real ranks is timed with as many virtual ones: ranks that share cores take as long. Runs that were made before (a resumed
+study) tell their own time.
 """
 
 import statistics
