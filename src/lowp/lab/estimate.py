@@ -2,17 +2,19 @@
 
 A run's time is that of its steps, of its tests, and of getting ready. The first step of a setting may compile kernels (they
 are kept on disk, so that this is not lost) and does not count; then some steps are timed, and one test. Settings are tried one
-after the other until `BUDGET` seconds are over; those that were not tried are taken to be like the mean of the others. A setting
-with real ranks is timed with as many virtual ones: ranks that share cores take as long. Runs that were made before (a resumed
-study) tell their own time.
+after the other until `BUDGET` seconds are over; those that were not tried are taken to be like the mean of the others. A
+setting with real ranks is timed with as many virtual ones: ranks that share cores take as long. Runs that were made before (a
+resumed study) tell their own time.
 """
 
 import statistics
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from lowp.lab.settings import StudyPlan, StudyRun, StudySetting
+from lowp.train.plugins import PluginError
 from lowp.train.reading import with_changes
 from lowp.train.recipe import Recipe
 
@@ -27,7 +29,8 @@ def estimated_seconds(plan: StudyPlan, known: Mapping[str, float], threads: int,
     found, began = dict(known), time.perf_counter()
     for setting in _baseline_first(plan):
         if setting.name not in found and time.perf_counter() - began < BUDGET:
-            found[setting.name] = run_seconds(setting.recipe, threads, data)
+            with suppress(PluginError, RuntimeError):  # of the user's own model, say: its runs will be recorded as failed
+                found[setting.name] = run_seconds(setting.recipe, threads, data)
     usual = statistics.fmean(found.values()) if found else 0.0
     return {setting.name: found.get(setting.name, usual) for setting in plan.settings}
 

@@ -72,8 +72,8 @@ def power_of_equivalence(n: int, effect: float, margin: float, level: float) -> 
 def _spreads(df: int) -> tuple[tuple[float, float], ...]:
     """Points of (sample deviation / true deviation), with weights that add up to 1.
 
-    The ratio u is sqrt(chi-squared / df), with a density in proportion to u^(df - 1) exp(-df u^2 / 2). Points are the squares of
-    evenly spaced numbers: closer to each other near 0, where with few degrees of freedom a test decides from one to the next.
+    The ratio u is sqrt(chi-squared / df), with a density in proportion to u^(df - 1) exp(-df u^2 / 2). Points are the
+    squares of evenly spaced numbers: closer to each other near 0, where with few degrees of freedom much happens.
     """
     reach = 9 / math.sqrt(2 * df)
     begin, end = math.sqrt(max(0.0, 1 - reach)), math.sqrt(1 + reach)

@@ -13,7 +13,6 @@ disagreement with it. `study.jsonl` is for people, for estimates, and for the re
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -183,7 +182,7 @@ def _check_runs(runs: Path, plan: StudyPlan) -> None:
             )
 
 
-def _compared(recipe: Recipe) -> Mapping[str, Any]:
+def _compared(recipe: Recipe) -> dict[str, Any]:
     """Threads are those that a run began with. What is only written down may change."""
     same = with_changes(recipe, threads=0, description="", log={"every": 1, "health": 0, "sinks": []})
     return plain(same)
