@@ -122,7 +122,8 @@ def health_records() -> list[dict[str, Any]]:
     return [
         {
             "step": step, "layer": layer, "role": role, "format": "e5m2", "elements": 512, "sampled": 512,
-            "underflow": 0.01 * step / 40, "overflow": 0.0, "zeros": 0.1, "nonfinite": 0, "sqnr_db": 20.0 + place, "largest": 2.0**place, "smallest": 2.0**-20,
+            "underflow": 0.01 * step / 40, "overflow": 0.0, "zeros": 0.1, "nonfinite": 0,
+            "sqnr_db": 20.0 + place, "largest": 2.0**place, "smallest": 2.0**-20,
             "exponents": {str(exponent - place): 2 * (exponent + 21) for exponent in range(-20, 2)},
         }
         | ({"lost_updates": 0.2, "unchanged": 0.1} if role == "updates" else {})

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from studies import finish, plan_of, start, write_study
 
+from lowp.lab.ablation import Ablation
+from lowp.lab.execution import Outcome
 from lowp.lab.results import study_results
 from lowp.lab.study_directory import DONE, StudyDirectory, read_log, state_of_run
 
@@ -41,8 +43,9 @@ def test_a_study_is_run_and_what_goes_wrong_stops_nothing(tmp_path):
     assert found["diverging"]["state"] == "diverged"
     assert "diverged in step 0" in found["diverging"]["reason"]
     reasons = {row["run"]: row for row in read_log(tmp_path / "runs/tiny") if row["kind"] == "end"}
-    assert "this model cannot be built really" in reasons["broken-s0"]["reason"]
-    assert reasons["deadly-s0"]["reason"] == "its process was killed (SIGKILL)"
+    assert "this model cannot be built" in reasons["broken-s0"]["reason"]
+    assert reasons["deadly-s0"]["reason"] == found["deadly"]["reason"] == "its process was killed (SIGKILL)"
+    assert found["broken"]["state"] == found["deadly"]["state"] == "failed"
     import pyarrow.parquet
 
     table = pyarrow.parquet.read_table(tmp_path / "t.parquet").to_pylist()
@@ -96,8 +99,47 @@ def kill_and_resume(tmp_path: Path, body: str, seeds: int, kills: int, within: t
     assert {row.n for row in (study_results(folder).comparisons[s.name].difference for s in plan.settings)} == {seeds}
 
 
-def test_a_study_that_is_killed_and_stopped_is_completed(tmp_path):
-    kill_and_resume(tmp_path, BATCHES, seeds=4, kills=2, within=(0.0, 0.5), jobs=1)
+def test_a_study_that_is_killed_is_completed(tmp_path):
+    kill_and_resume(tmp_path, BATCHES, seeds=3, kills=1, within=(0.0, 0.5), jobs=1)
+
+
+class PatientExecutor:
+    """Two runs at once, which end when they are asked to stop."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.asked: list[str] = []
+
+    def has_room(self, job) -> bool:
+        return len(self.started) < 2
+
+    def start(self, job) -> None:
+        self.started.append(job.name)
+
+    def wait(self, seconds: float) -> list[Outcome]:
+        if "kill" in self.asked:
+            return [Outcome(name, "stopped", "by SIGINT", 1.0) for name in self.started]
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C, and once more
+        return []
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+    def kill(self) -> None:
+        self.asked.append("kill")
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+def test_ctrl_c_lets_runs_save_and_a_second_one_ends_them(tmp_path, plan):
+    executor = PatientExecutor()
+    with StudyDirectory.open(tmp_path / "s", plan, resume=False) as directory:
+        ablation = Ablation(directory, executor, {setting.name: 1.0 for setting in plan.settings}, threads=1)
+        state = ablation.run(lambda state: None, lambda run, outcome: None)
+    assert executor.asked == ["stop", "kill", "close"]
+    assert (state.stopped_by, len(executor.started), state.waiting) == ("SIGINT", 2, len(plan.runs) - 2)
+    assert [record["state"] for record in read_log(tmp_path / "s") if record["kind"] == "end"] == ["stopped"] * 2
 
 
 @pytest.mark.slow

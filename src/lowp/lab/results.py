@@ -11,14 +11,14 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lowp.lab.comparison import Comparison, Summary, compare
 from lowp.lab.study import METRICS, StudyError
-from lowp.lab.study_directory import PLAN, VERSION, is_study, read_log
+from lowp.lab.study_directory import DONE, PLAN, VERSION, is_study, read_log
 from lowp.train.runs import Run, flat, is_run
 
 _NOT_COMPARED = ("seed", "name", "description", "threads", "log.", "checkpoints.")  # of recipes of one setting
@@ -33,6 +33,7 @@ class SettingRuns:
     labels: Mapping[str, str]
     runs: Mapping[int, Run]
     planned: int  # how many there are to be
+    failures: Mapping[int, str] = field(default_factory=dict)  # by seed, the reasons of runs that failed
 
     def figures(self, metric: str) -> dict[int, float]:
         """By seed, of runs that are finished, as far as they are finite."""
@@ -60,7 +61,6 @@ class StudyResults:
     margin: float | None
     baseline: str
     settings: tuple[SettingRuns, ...]
-    log: tuple[Mapping[str, Any], ...]  # of a study: how runs ended
     damage: tuple[str, ...]  # a line for each thing that could not be read
 
     @property
@@ -93,7 +93,7 @@ class StudyResults:
         is_baseline = found.verdict == "baseline"
         row: dict[str, Any] = {"setting": setting.name, **{f"axis.{axis}": label for axis, label in setting.labels.items()}}
         row |= {"changes": " ".join(setting.changes), "metric": self.metric, "n": own.n, "planned": setting.planned}
-        row |= {state: len(setting.seeds_in(state)) for state in ("diverged", "failed")}
+        row |= {"diverged": len(setting.seeds_in("diverged")), "failed": len(setting.failures)}
         row |= {"mean": own.mean, "low": low, "high": high, "deviation": own.deviation}
         row |= {"difference": None, "difference_low": None, "difference_high": None, "pairs": None}
         if not is_baseline:
@@ -107,15 +107,16 @@ class StudyResults:
 
     def run_records(self) -> list[dict[str, Any]]:
         """A row for each run."""
-        reasons = {record["run"]: record.get("reason", "") for record in self.log if record.get("kind") == "end"}
         figures = ("accuracy", "best_accuracy", "loss", "train_loss", "bytes_sent", "bytes_of_fp32", "step_ms", "seconds")
-        return [
-            {"setting": setting.name, "seed": seed, "run": run.name, "state": run.state}
-            | {"reason": run.message or reasons.get(run.name, "")}
-            | {figure: getattr(run, figure) for figure in figures}
-            for setting in self.settings
-            for seed, run in setting.runs.items()
-        ]
+        rows = []
+        for setting in self.settings:
+            for seed in sorted({*setting.runs, *setting.failures}):
+                run, failure = setting.runs.get(seed), setting.failures.get(seed)
+                state = "failed" if failure is not None or run is None else run.state
+                head = {"setting": setting.name, "seed": seed, "run": None if run is None else run.name, "state": state}
+                reason = {"reason": failure or ("" if run is None else run.message)}
+                rows.append(head | reason | {figure: getattr(run, figure, None) for figure in figures})
+        return rows
 
 
 def results_of(paths: Sequence[Path]) -> list[StudyResults]:
@@ -128,21 +129,53 @@ def results_of(paths: Sequence[Path]) -> list[StudyResults]:
     return found + [study_results(path) for path in paths if is_study(path)]
 
 
+def readable_results(paths: Sequence[Path]) -> tuple[list[StudyResults], list[str]]:
+    """As `results_of`. What cannot be read is left out, with a line for each; ValueError if nothing is left."""
+    found: list[StudyResults] = []
+    unreadable: list[str] = []
+    loose = [path for path in paths if is_run(path) and not is_study(path)]
+    if loose:
+        found.append(runs_results(loose))
+    for path in paths:
+        if path in loose:
+            continue
+        try:
+            found += results_of([path])
+        except ValueError as error:
+            unreadable.append(str(error))
+    if not found:
+        raise ValueError("; ".join(unreadable) or "there is nothing to report")
+    return found, unreadable
+
+
 def study_results(path: Path, read: Any = Run.read) -> StudyResults:
     """What a study's directory holds, whatever became of it. `read` reads one run."""
     plan = _plan(path)
     damage: list[str] = []
+    log = read_log(path)
+    ends = {record["run"]: record for record in log if record.get("kind") == "end" and "run" in record}
+    failures: dict[str, dict[int, str]] = {}
     runs: dict[str, dict[int, Run]] = {}
     planned: dict[str, int] = {}
     for entry in plan["runs"]:
         planned[entry["setting"]] = planned.get(entry["setting"], 0) + 1
         directory = path / "runs" / entry["name"]
-        if is_run(directory):
-            run = read(directory)
+        run = read(directory) if is_run(directory) else None
+        if run is not None:
             damage += run.damage
             runs.setdefault(entry["setting"], {})[entry["seed"]] = run
+        end = ends.get(entry["name"], {})
+        if end.get("state") == "failed" and (run is None or run.state not in DONE):
+            failures.setdefault(entry["setting"], {})[entry["seed"]] = str(end.get("reason", ""))
     settings = tuple(
-        SettingRuns(each["name"], tuple(each["changes"]), each["labels"], runs.get(each["name"], {}), planned[each["name"]])
+        SettingRuns(
+            each["name"],
+            tuple(each["changes"]),
+            each["labels"],
+            runs.get(each["name"], {}),
+            planned[each["name"]],
+            failures.get(each["name"], {}),
+        )
         for each in plan["settings"]
     )
     return StudyResults(
@@ -153,7 +186,6 @@ def study_results(path: Path, read: Any = Run.read) -> StudyResults:
         plan["margin"],
         plan["baseline"],
         settings,
-        tuple(read_log(path)),
         tuple(damage),
     )
 
@@ -180,7 +212,7 @@ def runs_results(paths: Sequence[Path], metric: str = "accuracy") -> StudyResult
         SettingRuns(name, (), {}, _by_seed(group), len(group)) for name, group in zip(names, groups.values(), strict=True)
     )
     damage = tuple(line for run in runs for line in run.damage)
-    return StudyResults("runs", "", Path(), metric, None, settings[0].name, settings, (), damage)
+    return StudyResults("runs", "", Path(), metric, None, settings[0].name, settings, damage)
 
 
 def _identity(run: Run) -> str:
