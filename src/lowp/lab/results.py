@@ -10,7 +10,7 @@ and are counted.
 import csv
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from lowp.lab.study import METRICS, StudyError
 from lowp.lab.study_directory import DONE, PLAN, VERSION, is_study, read_log
 from lowp.train.runs import Run, flat, is_run
 
+RunReader = Callable[[Path], Run]
 _NOT_COMPARED = ("seed", "name", "description", "threads", "log.", "checkpoints.")  # of recipes of one setting
 
 
@@ -119,28 +120,38 @@ class StudyResults:
         return rows
 
 
-def results_of(paths: Sequence[Path]) -> list[StudyResults]:
+def paths_under(folder: Path) -> list[Path]:
+    """What a folder holds: itself, where it is a study or a run, or else the studies and runs directly under it."""
+    if is_study(folder) or is_run(folder):
+        return [folder]
+    found = sorted(path for path in folder.iterdir() if is_study(path) or is_run(path)) if folder.is_dir() else []
+    if not found:
+        raise ValueError(f"{folder} is neither a run nor a study, and holds none")
+    return found
+
+
+def results_of(paths: Sequence[Path], read: RunReader = Run.read) -> list[StudyResults]:
     """Studies one by one, in their order; all runs that belong to none together, first."""
     loose = [path for path in paths if not is_study(path)]
     for path in loose:
         if not is_run(path):
             raise ValueError(f"{path} is neither a run nor a study")
-    found = [runs_results(loose)] if loose else []
-    return found + [study_results(path) for path in paths if is_study(path)]
+    found = [runs_results(loose, read=read)] if loose else []
+    return found + [study_results(path, read) for path in paths if is_study(path)]
 
 
-def readable_results(paths: Sequence[Path]) -> tuple[list[StudyResults], list[str]]:
+def readable_results(paths: Sequence[Path], read: RunReader = Run.read) -> tuple[list[StudyResults], list[str]]:
     """As `results_of`. What cannot be read is left out, with a line for each; ValueError if nothing is left."""
     found: list[StudyResults] = []
     unreadable: list[str] = []
     loose = [path for path in paths if is_run(path) and not is_study(path)]
     if loose:
-        found.append(runs_results(loose))
+        found.append(runs_results(loose, read=read))
     for path in paths:
         if path in loose:
             continue
         try:
-            found += results_of([path])
+            found += results_of([path], read)
         except ValueError as error:
             unreadable.append(str(error))
     if not found:
@@ -148,7 +159,7 @@ def readable_results(paths: Sequence[Path]) -> tuple[list[StudyResults], list[st
     return found, unreadable
 
 
-def study_results(path: Path, read: Any = Run.read) -> StudyResults:
+def study_results(path: Path, read: RunReader = Run.read) -> StudyResults:
     """What a study's directory holds, whatever became of it. `read` reads one run."""
     plan = _plan(path)
     damage: list[str] = []
@@ -201,9 +212,9 @@ def _plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-def runs_results(paths: Sequence[Path], metric: str = "accuracy") -> StudyResults:
+def runs_results(paths: Sequence[Path], metric: str = "accuracy", read: RunReader = Run.read) -> StudyResults:
     """Runs that were made one by one, grouped: those whose recipes are equal but for the seed are one setting."""
-    runs = [Run.read(path) for path in paths]
+    runs = [read(path) for path in paths]
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(_identity(run), []).append(run)

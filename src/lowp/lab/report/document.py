@@ -21,8 +21,8 @@ _RECIPE_NOISE = ("name", "seed", "description", "threads", "log.", "checkpoints.
 _DIGITS = 6  # of every number
 
 
-def report_document(studies: Sequence[StudyResults], command: str, cluster: str = "", live: bool = False) -> dict[str, Any]:
-    """`cluster` is what steps are predicted for; "": none are."""
+def report_document(studies: Sequence[StudyResults], command: str, cluster: str = "", stamp: str = "") -> dict[str, Any]:
+    """`cluster` is what steps are predicted for; "": none are. With a `stamp` the page asks its server for a newer one."""
     room = HealthRoom()
     found = [_study(results, cluster, room) for results in studies]
     document = {
@@ -30,7 +30,7 @@ def report_document(studies: Sequence[StudyResults], command: str, cluster: str 
         "lowp": __version__,
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command,
-        "live": live,
+        "stamp": stamp,
         "studies": found,
         "formats": explorer_formats(_formats_of(studies)),
     }

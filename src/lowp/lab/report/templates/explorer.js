@@ -54,7 +54,8 @@ function explorer(parent) {
   };
   // Log axes of Plotly take the exponent of ten. With a run, the range is that of its numbers and of the formats.
   const range = () => {
-    const found = [...counts().keys()];
+    const all = [...counts()], total = all.reduce((sum, each) => sum + each[1], 0);
+    const found = all.filter((each) => each[1] >= 1e-5 * total).map((each) => each[0]);
     const lows = [...chosen().map((format) => format.smallest), ...found.map((e) => 2 ** e)];
     const highs = [...chosen().map((format) => format.max), ...found.map((e) => 2 ** (e + 1))];
     return [Math.max(-20, Math.log10(Math.min(...lows)) - 0.3), Math.min(20, Math.log10(Math.max(...highs)) + 0.3)];
@@ -79,7 +80,7 @@ function explorer(parent) {
       x: [...format.error_from, format.max], y: [...format.error, format.error.at(-1)].map((each) => 100 * each),
       line: {shape: "hv", color: COLOURS[place], width: 2.5}}))],
     layout: () => ({xaxis: {type: "log", title: {text: "magnitude"}, range: range(), exponentformat: "power"},
-      yaxis: {type: "log", title: {text: "relative error (%)"}}, yaxis2: axis2, barmode: "overlay"}),
+      yaxis: {type: "log", dtick: "D2", title: {text: "relative error (%)"}}, yaxis2: axis2, barmode: "overlay"}),
   });
   const lost = element("ul", {class: "lost", id: "explorer-lost", "aria-live": "polite"});
   line.frame.querySelector(".plot").after(lost);

@@ -61,6 +61,18 @@ function csv(rows) {
   return [columns, ...rows.map((row) => columns.map((name) => row[name]))].map((row) => row.map(csvCell).join(",")).join("\n") + "\n";
 }
 
+// Which of many lines are drawn: a box to tick for each, in the line's colour.
+function ticks(label, names, shown, colourFor, change) {
+  const boxes = names.map((name) => {
+    const box = element("input", {type: "checkbox", ...(shown.has(name) ? {checked: ""} : {}),
+      onchange: (event) => { event.target.checked ? shown.add(name) : shown.delete(name); change(); }});
+    const sample = element("span", {class: "sample", "aria-hidden": "true"});
+    sample.style.background = colourFor(name);
+    return element("label", {class: "tick"}, box, sample, name);
+  });
+  return element("details", {class: "ticks"}, element("summary", {}, label), element("div", {}, ...boxes));
+}
+
 function choice(label, options, change, chosen = options[0]) {
   const list = element("select", {onchange: (event) => change(event.target.value)});
   for (const option of options) list.append(element("option", {value: option, ...(option === chosen ? {selected: ""} : {})}, option));
@@ -88,7 +100,7 @@ function figure(parent, {id, title, sentence, rows, traces, layout, controls = [
     const axis = {gridcolor: colours.line, linecolor: colours.line, zerolinecolor: colours.line, automargin: true};
     const full = {height: own.height ?? height, margin: {l: 56, r: 12, t: 12, b: 48}, paper_bgcolor: colours.paper,
       plot_bgcolor: colours.paper, font: {color: colours.ink, family: "system-ui, DejaVu Sans, sans-serif", size: 13},
-      legend: {orientation: "h", y: -0.2, font: {size: 11}}, hovermode: "closest", ...own,
+      legend: {orientation: "h", x: 0, y: 1.01, yanchor: "bottom", font: {size: 11}}, hovermode: "closest", ...own,
       xaxis: {...axis, ...own.xaxis}, yaxis: {...axis, ...own.yaxis}};
     if (own.yaxis2) full.yaxis2 = {...axis, ...own.yaxis2};
     Plotly.react(plot, traces(colours), full, {responsive: true, displaylogo: false, displayModeBar: false});

@@ -8,6 +8,12 @@ const verdictClass = {better: "better", worse: "worse", "more seeds needed": "mo
 const verdictText = (row) => row.verdict + (row.seeds_needed ? ` (${row.seeds_needed} in all)` : "") + (row.note ? `; ${row.note}` : "");
 const colourOf = (study) => new Map(study.settings.map((row, place) => [row.setting, COLOURS[place % COLOURS.length]]));
 
+// Intervals of few seeds can be far wider than what is compared: the axis follows the means.
+function padded(values) {
+  const low = Math.min(...values), high = Math.max(...values), room = 0.12 * (high - low) || 0.01 * Math.abs(high) || 1;
+  return [low - room, high + room];
+}
+
 function paretoFigure(parent, study, prefix) {
   const known = study.settings.filter((row) => row.mean !== null && row.bytes_sent !== null);
   if (!known.length) return;
@@ -16,7 +22,7 @@ function paretoFigure(parent, study, prefix) {
   const x = (row) => Math.max(row.bytes_sent, 1);
   const verdicts = Object.keys(SYMBOLS);
   figure(parent, {
-    id: `${prefix}-pareto`, title: `${study.metric} against bytes on the wire`,
+    id: `${prefix}-pareto`, title: `${study.metric[0].toUpperCase()}${study.metric.slice(1)} against bytes on the wire`,
     sentence: "Each mark is a setting: its mean over seeds with a 95 % interval, against the bytes that one rank sent; the line joins the settings that no other one beats in both.",
     rows: () => known.map((row) => ({setting: row.setting, bytes_sent: row.bytes_sent, n: row.n, mean: row.mean, low: row.low,
       high: row.high, verdict: row.verdict, pareto: front.has(row.setting)})),
@@ -30,7 +36,8 @@ function paretoFigure(parent, study, prefix) {
           marker: {symbol: SYMBOLS[verdict], size: 11, color: colours.verdicts[verdict], line: {width: 1.5, color: colours.verdicts[verdict]}},
           error_y: {type: "data", array: own.map((row) => row.low === null ? 0 : scaled(study, row.mean - row.low)), color: colours.line, thickness: 1}};
       }).filter((trace) => trace.x.length)],
-    layout: () => ({xaxis: {type: "log", title: {text: "bytes sent by a rank"}, tickformat: ".2s"}, yaxis: {title: {text: unit(study)}}}),
+    layout: () => ({xaxis: {type: "log", title: {text: "bytes sent by a rank"}, tickformat: "~s", dtick: "D2"},
+      yaxis: {title: {text: unit(study)}, range: padded(known.map((row) => scaled(study, row.mean)))}}),
   });
 }
 
@@ -40,25 +47,27 @@ function curvesFigure(parent, study, prefix) {
   let chosen = names[0];
   const factor = () => chosen.includes("accuracy") ? 100 : 1;
   const colourFor = colourOf(study);
+  const all = study.settings.map((row) => row.setting);
+  const shown = new Set([study.baseline, ...all.slice(0, 6)]);
   const made = figure(parent, {
     id: `${prefix}-curves`, title: "Curves", height: 460,
-    sentence: "Each line is the mean of a setting over its seeds, and the band reaches from the lowest to the highest seed; a click on a name in the legend shows or hides it.",
-    controls: [choice("Figure", names, (name) => { chosen = name; made.draw(); })],
+    sentence: "Each line is the mean of a setting over its seeds, and the band reaches from the lowest to the highest seed; the baseline is the thick line.",
+    controls: [choice("Figure", names, (name) => { chosen = name; made.draw(); }),
+      ticks("Settings that are shown", all, shown, (name) => colourFor.get(name), () => made.draw())],
     rows: () => study.curves[chosen].flatMap((curve) => curve.step.map((step, i) => ({setting: curve.setting, figure: chosen, step,
       n: curve.n[i], mean: curve.mean[i], low: curve.low[i], high: curve.high[i]}))),
-    traces: () => study.curves[chosen].flatMap((curve, place) => {
-      const colour = colourFor.get(curve.setting), times = factor();
-      const visible = place < 6 || curve.setting === study.baseline ? true : "legendonly";
+    traces: () => study.curves[chosen].filter((curve) => shown.has(curve.setting)).flatMap((curve) => {
+      const colour = colourFor.get(curve.setting), times = factor(), place = all.indexOf(curve.setting);
       const many = Math.max(...curve.n) > 1;
       const band = {type: "scatter", mode: "lines", x: [...curve.step, ...[...curve.step].reverse()],
         y: [...curve.high, ...[...curve.low].reverse()].map((value) => times * value), fill: "toself", fillcolor: colour + "30",
-        line: {width: 0}, hoverinfo: "skip", showlegend: false, legendgroup: curve.setting, visible};
-      const line = {type: "scatter", mode: "lines+markers", name: curve.setting, legendgroup: curve.setting, x: curve.step,
-        y: curve.mean.map((value) => times * value), visible, marker: {size: 4},
+        line: {width: 0}, hoverinfo: "skip", showlegend: false};
+      const line = {type: "scatter", mode: "lines+markers", name: curve.setting, x: curve.step,
+        y: curve.mean.map((value) => times * value), marker: {size: 4},
         line: {color: colour, width: curve.setting === study.baseline ? 4 : 2, dash: ["solid", "dash", "dot"][Math.floor(place / COLOURS.length) % 3]}};
       return many ? [band, line] : [line];
     }),
-    layout: () => ({xaxis: {title: {text: "step"}}, yaxis: {title: {text: chosen + (factor() === 100 ? " (%)" : "")}}}),
+    layout: () => ({showlegend: false, xaxis: {title: {text: "step"}}, yaxis: {title: {text: chosen + (factor() === 100 ? " (%)" : "")}}}),
   });
 }
 
@@ -175,7 +184,9 @@ const HEALTH = {underflow: "share that became 0", overflow: "share beyond the fo
 
 function healthFigures(parent, study, prefix) {
   if (!study.health.length) return;
-  const state = {run: study.health[0].run, role: "", figure: "underflow", layer: ""};
+  const lostMost = (each) => Math.max(0, ...each.rows.flatMap((row) => [row.underflow, row.overflow]).flat().filter((value) => value !== null));
+  const worst = study.health.reduce((one, other) => lostMost(other) > lostMost(one) ? other : one);
+  const state = {run: worst.run, role: "", figure: "underflow", layer: ""};
   const run = () => study.health.find((each) => each.run === state.run);
   const roles = () => [...new Set(run().rows.map((row) => row.role))];
   const rows = () => run().rows.filter((row) => row.role === state.role);
@@ -198,7 +209,7 @@ function healthFigures(parent, study, prefix) {
       format: row.format, step, ...Object.fromEntries(Object.keys(HEALTH).map((key) => [key, Array.isArray(row[key]) ? row[key][i] : row[key]]))})))),
     traces: () => [{type: "heatmap", x: run().steps.map(String), y: rows().map((row) => row.layer), z: rows().map(values),
       text: rows().map((row) => run().steps.map(() => row.format)), hovertemplate: "layer %{y}, step %{x}<br>%{z:.4g} in %{text}<extra></extra>",
-      colorscale: "Viridis", reversescale: state.figure === "sqnr_db", colorbar: {title: {text: HEALTH[state.figure], side: "right"}, thickness: 12}}],
+      colorscale: "Viridis", ...(state.figure === "sqnr_db" ? {} : {zmin: 0, zmax: Math.max(1e-6, ...rows().flatMap(values).filter((value) => value !== null))}), reversescale: state.figure === "sqnr_db", colorbar: {title: {text: HEALTH[state.figure], side: "right"}, thickness: 12}}],
     layout: () => ({height: 160 + 22 * rows().length, xaxis: {type: "category", title: {text: "step"}},
       yaxis: {type: "category", autorange: "reversed", tickfont: {size: 11}}}),
   });
@@ -265,7 +276,7 @@ async function begin() {
   dark.addEventListener("change", () => chooseTheme(dark.matches ? "dark" : "light"));
   document.getElementById("theme").addEventListener("click", () => chooseTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
   document.documentElement.dataset.ready = "yes";
-  if (report.live) watch();
+  if (report.stamp) watch();
 }
 
 // `lowp view` tells when there is something new. What the reader typed or chose would be lost: so the page is loaded again only
