@@ -13,6 +13,7 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from lowp.lab.report.document import report_document
 from lowp.lab.report.page import page_of
@@ -76,7 +77,10 @@ def _stamp_of_run(path: Path) -> str:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: "LiveServer"
+    @property
+    def _report(self) -> LiveReport:
+        assert isinstance(self.server, LiveServer)
+        return self.server.report
 
     def do_GET(self) -> None:
         if self.headers.get("Host", "").rpartition(":")[0] not in (HOST, "localhost"):
@@ -84,9 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             if self.path == "/":
-                self._answer(HTTPStatus.OK, "text/html", self.server.report.page())
+                self._answer(HTTPStatus.OK, "text/html", self._report.page())
             elif self.path == "/state":
-                self._answer(HTTPStatus.OK, "application/json", json.dumps({"stamp": self.server.report.stamp()}))
+                self._answer(HTTPStatus.OK, "application/json", json.dumps({"stamp": self._report.stamp()}))
             else:
                 self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there are / and /state")
         except (OSError, ValueError) as error:  # the folder is gone, or is being made anew
@@ -102,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Requests are nobody's news."""
 
 

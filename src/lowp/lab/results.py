@@ -19,6 +19,7 @@ from typing import Any
 from lowp.lab.comparison import Comparison, Summary, compare
 from lowp.lab.study import METRICS, StudyError
 from lowp.lab.study_directory import DONE, PLAN, VERSION, is_study, read_log
+from lowp.notebook import html_table
 from lowp.train.runs import Run, flat, is_run
 
 RunReader = Callable[[Path], Run]
@@ -106,6 +107,12 @@ class StudyResults:
         row |= {figure: setting.mean(figure) for figure in means}
         return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
+    def _repr_html_(self) -> str:
+        """In a notebook: a row for each setting."""
+        columns = ("setting", "n", "mean", "low", "high", "difference", "difference_low", "difference_high", "verdict")
+        rows = [[_cell(row[column]) for column in columns] for row in self.records()]
+        return html_table(f"{self.name}: {self.metric}, baseline {self.baseline}", columns, rows, right=range(1, 8))
+
     def run_records(self) -> list[dict[str, Any]]:
         """A row for each run."""
         figures = ("accuracy", "best_accuracy", "loss", "train_loss", "bytes_sent", "bytes_of_fp32", "step_ms", "seconds")
@@ -118,6 +125,10 @@ class StudyResults:
                 reason = {"reason": failure or ("" if run is None else run.message)}
                 rows.append(head | reason | {figure: getattr(run, figure, None) for figure in figures})
         return rows
+
+
+def _cell(value: Any) -> Any:
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def paths_under(folder: Path) -> list[Path]:

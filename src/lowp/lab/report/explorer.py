@@ -5,6 +5,7 @@ shown by their elements, whose values move with each block's scale; codecs that 
 """
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from lowp.formats import FORMATS, BlockFormat, Format
@@ -24,16 +25,16 @@ def explorer_formats(used: Iterable[str]) -> list[dict[str, Any]]:
         except ValueError:
             continue
         names.setdefault(str(fmt), fmt)
-    return [_format(name, fmt) for name, fmt in names.items() if _can_be_shown(fmt)]
+    shown = (_format(name, fmt) for name, fmt in names.items())
+    return [each for each in shown if each is not None]
 
 
-def _can_be_shown(fmt: Any) -> bool:
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    return len(positive_codes(element)) > 1
-
-
-def _format(name: str, fmt: Any) -> dict[str, Any]:
+@cache
+def _format(name: str, fmt: Any) -> dict[str, Any] | None:
+    """None: it has a single positive value, and there is nothing to see."""
     element: Format = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    if len(positive_codes(element)) < 2:
+        return None
     listed = element.bits <= _MOST_LISTED
     values = [element.value(code) for code in positive_codes(element)] if listed else []
     steps = error_steps(gaps(element), every_gap=False)

@@ -66,11 +66,11 @@ def _run_health(run: Run, damage: list[str]) -> dict[str, Any]:
         if (index := place.get(record["step"])) is None:
             continue
         key = str(record["role"]), str(record["layer"])
-        row = rows.get(key)
-        if row is None:
-            figures = {figure: [None] * len(steps) for figure in FIGURES}
-            row = rows[key] = {"role": key[0], "layer": key[1], "format": str(record.get("format"))}
-            row |= figures | {"exponents": [None] * len(steps)}
+        if key not in rows:
+            row: dict[str, Any] = {"role": key[0], "layer": key[1], "format": str(record.get("format"))}
+            row |= {name: [None] * len(steps) for name in (*FIGURES, "exponents")}
+            rows[key] = row
+        row = rows[key]
         for figure in FIGURES:
             row[figure][index] = _short(record.get(figure))
         row["exponents"][index] = _histogram(record.get("exponents"))
