@@ -1,6 +1,8 @@
 """Models that go wrong in their own ways."""
 
 import os
+import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,3 +30,14 @@ class Exploding(nn.Module):
 
 def exploding(shape, classes):
     return Exploding(shape, classes)
+
+
+def on_a_node(shape, classes):
+    """Says on which node of a Ray cluster it is built."""
+    if folder := os.environ.get("NODES_SEEN"):
+        import ray
+
+        if ray.is_initialized():
+            (Path(folder) / f"{ray.get_runtime_context().get_node_id()}-{os.getpid()}-{time.time_ns()}").touch()
+            time.sleep(1)  # so that the other node gets the next run
+    return nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(shape).numel(), classes))

@@ -70,7 +70,9 @@ def ablate(
         _print_plan(plan, plan.runs, {}, jobs or 1, threads_for(plan, jobs or 1, None), data)
         return
     with StudyDirectory.open(folder, plan, resume=resume) as directory:
-        threads = threads_for(plan, jobs or 1, recorded_threads(directory))
+        # A task of Ray's asks for as many processors as it has threads: with one, it fits everywhere.
+        recorded = recorded_threads(directory) or (1 if on is Place.RAY else None)
+        threads = threads_for(plan, jobs or 1, recorded)
         _make_runs(directory, plan, jobs, on, threads, table, data, mps)
 
 

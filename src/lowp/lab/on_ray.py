@@ -43,7 +43,7 @@ class RayExecutor:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=None if address else False)
         self._refs: dict[Any, tuple[Job, float]] = {}
         self._stopping = False
-        self._remote = ray.remote(_execute).options(max_retries=0)
+        self._remote = ray.remote(_execute)
         _check_shared(ray, shared.resolve())
 
     @property
@@ -54,7 +54,7 @@ class RayExecutor:
         return not self._stopping and (self._jobs is None or len(self._refs) < self._jobs)
 
     def start(self, job: Job) -> None:
-        needs = {"num_cpus": max(1, job.ranks * self._threads), "num_gpus": self._gpu_share}
+        needs = {"num_cpus": job.ranks * (job.recipe.threads or self._threads), "num_gpus": self._gpu_share}
         environment = {"env_vars": {"OMP_NUM_THREADS": str(self._threads), "OMP_WAIT_POLICY": "passive"}}
         job = Job(job.name, job.recipe, job.out.resolve(), job.data and job.data.resolve())
         task = self._remote.options(name=job.name, runtime_env=environment, max_retries=0, **needs)

@@ -14,6 +14,17 @@ function padded(values) {
   return [low - room, high + room];
 }
 
+// Where one setting fails, the others lie close together: a choice shows these alone, and says how many are not shown.
+const ALL = "all", CLOSE = "close to the baseline";
+function closeTo(values, centre) {
+  const far = values.map((value) => Math.abs(value - centre)).sort((a, b) => a - b);
+  const reach = 4 * (far[Math.floor(far.length / 2)] || far.at(-1) || 1);
+  return {reach, beyond: far.filter((each) => each > reach).length};
+}
+function rangeChoice(close, change) {
+  return close.beyond ? [choice("Range", [ALL, `${CLOSE}, without ${close.beyond}`], (name) => change(name !== ALL))] : [];
+}
+
 function paretoFigure(parent, study, prefix) {
   const known = study.settings.filter((row) => row.mean !== null && row.bytes_sent !== null);
   if (!known.length) return;
@@ -21,9 +32,14 @@ function paretoFigure(parent, study, prefix) {
   const onFront = study.pareto.map((name) => known.find((row) => row.setting === name)).filter(Boolean);
   const x = (row) => Math.max(row.bytes_sent, 1);
   const verdicts = Object.keys(SYMBOLS);
-  figure(parent, {
+  const means = known.map((row) => scaled(study, row.mean));
+  const base = scaled(study, known.find((row) => row.setting === study.baseline)?.mean ?? known[0].mean);
+  const close = closeTo(means, base);
+  let near = false;
+  const made = figure(parent, {
     id: `${prefix}-pareto`, title: `${study.metric[0].toUpperCase()}${study.metric.slice(1)} against bytes on the wire`,
     sentence: "Each mark is a setting: its mean over seeds with a 95 % interval, against the bytes that one rank sent; the line joins the settings that no other one beats in both.",
+    controls: rangeChoice(close, (chosen) => { near = chosen; made.draw(); }),
     rows: () => known.map((row) => ({setting: row.setting, bytes_sent: row.bytes_sent, n: row.n, mean: row.mean, low: row.low,
       high: row.high, verdict: row.verdict, pareto: front.has(row.setting)})),
     traces: (colours) => [
@@ -37,7 +53,7 @@ function paretoFigure(parent, study, prefix) {
           error_y: {type: "data", array: own.map((row) => row.low === null ? 0 : scaled(study, row.mean - row.low)), color: colours.line, thickness: 1}};
       }).filter((trace) => trace.x.length)],
     layout: () => ({xaxis: {type: "log", title: {text: "bytes sent by a rank"}, tickformat: "~s", dtick: "D2"},
-      yaxis: {title: {text: unit(study)}, range: padded(known.map((row) => scaled(study, row.mean)))}}),
+      yaxis: {title: {text: unit(study)}, range: near ? [base - close.reach, base + close.reach] : padded(means)}}),
   });
 }
 
@@ -101,9 +117,12 @@ function forestFigure(parent, study, prefix) {
   if (!known.length) return;
   const sorted = [...known].sort((a, b) => (a.difference - b.difference) * (study.higher_is_better ? 1 : -1));
   const margin = scaled(study, known[0].margin);
-  figure(parent, {
+  const close = closeTo(sorted.map((row) => scaled(study, row.difference)), 0);
+  let near = false;
+  const made = figure(parent, {
     id: `${prefix}-forest`, title: "Differences to the baseline", height: 140 + 22 * sorted.length,
     sentence: `Each row is the mean difference of a setting to ${study.baseline}, paired by seed, with its 95 % interval; within the shaded margin a difference counts as noise.`,
+    controls: rangeChoice(close, (chosen) => { near = chosen; made.draw(); }),
     rows: () => sorted.map((row) => ({setting: row.setting, pairs: row.pairs, difference: row.difference, low: row.difference_low,
       high: row.difference_high, p_difference: row.p_difference, p_within: row.p_within, margin: row.margin, verdict: row.verdict})),
     traces: (colours) => Object.keys(SYMBOLS).map((verdict) => {
@@ -114,7 +133,8 @@ function forestFigure(parent, study, prefix) {
           color: colours.verdicts[verdict], thickness: 1.5}};
     }).filter((trace) => trace.x.length),
     layout: (colours) => ({margin: {l: 20, r: 12, t: 12, b: 48},
-      xaxis: {title: {text: `difference in ${unit(study)}`}, zeroline: true, zerolinecolor: colours.ink},
+      xaxis: {title: {text: `difference in ${unit(study)}`}, zeroline: true, zerolinecolor: colours.ink,
+        ...(near ? {range: [-close.reach, close.reach]} : {autorange: true})},
       yaxis: {type: "category", categoryorder: "array", categoryarray: sorted.map((row) => row.setting), tickfont: {size: 11}},
       shapes: margin ? [{type: "rect", xref: "x", yref: "paper", x0: -margin, x1: margin, y0: 0, y1: 1, line: {width: 0}, fillcolor: colours.soft, opacity: 0.15}] : []}),
   });
