@@ -3,9 +3,9 @@
     python -m benchmarks ablate --device cuda [--jobs 1 2 4 8] [--out DIR]      some minutes
     python -m benchmarks ablate --quick                                         one run at a time and two
 
-A study of 16 runs of `lowp ablate`: the embedded set, an mlp, eight settings of the wire with four virtual ranks, two seeds. Time
-counts from the begin of the first run to the end of the last (study.jsonl): what a study pays for starting its workers is part
-of it. On CUDA every number of jobs is measured without and with NVIDIA's Multi-Process Service, where that is there.
+A study of 18 runs of `lowp ablate`: the embedded set, an mlp, nine settings of the wire with four virtual ranks, two seeds.
+Time counts from the begin of the first run to the end of the last (study.jsonl): what a study pays for starting its workers is a
+part of it. On CUDA every number of jobs is measured without and with NVIDIA's Multi-Process Service, where that is there.
 """
 
 import argparse
