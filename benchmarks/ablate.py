@@ -4,8 +4,8 @@
     python -m benchmarks ablate --quick                                         one run at a time and two
 
 A study of 18 runs of `lowp ablate`: the embedded set, an mlp, nine settings of the wire with four virtual ranks, two seeds.
-Time counts from the begin of the first run to the end of the last (study.jsonl): what a study pays for starting its workers is a
-part of it. On CUDA every number of jobs is measured without and with NVIDIA's Multi-Process Service, where that is there.
+Time counts from the begin of the first run to the end of the last (study.jsonl): to start the workers is a part of
+it. On CUDA every number of jobs is measured without and with NVIDIA's Multi-Process Service, where that is there.
 """
 
 import argparse
