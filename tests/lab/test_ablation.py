@@ -178,3 +178,33 @@ def test_a_study_that_changed_is_not_mixed_with_its_old_runs(tmp_path):
     changed.write_text(changed.read_text().replace("epochs = 1", "epochs = 2"))
     with pytest.raises(RunError, match=r"was made with epochs = 1, and the study now says 2"):
         StudyDirectory.open(tmp_path / "s", plan_of(changed), resume=True)
+
+
+def test_the_screen_shows_the_whole_and_each_run(tmp_path, plan):
+    """On a terminal; with a run that has written something, and one that has not begun to."""
+    import io
+
+    from rich.console import Console
+    from studies import pretend_run
+
+    from lowp.cli.ablate_screen import StudyScreen
+    from lowp.lab.ablation import StudyState
+
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, _environ={})
+    with StudyDirectory.open(tmp_path / "s", plan, resume=False) as directory:
+        first, second, third = plan.runs[:3]
+        pretend_run(directory.of(second), 'name = "x"\n', 0.5)
+        state = StudyState(len(plan.runs), {setting.name: 10.0 for setting in plan.settings})
+        state.done, state.made = {first.name: "diverged"}, {first.name: 20.0}
+        state.under_way = {run.name: (run, time.perf_counter()) for run in (second, third)}
+        with StudyScreen(directory, 2, console) as screen:
+            screen.show(state)
+            screen.ended(first, Outcome(first.name, "failed", "no [bold]memory[/]", 20.0))
+    text = out.getvalue()
+    # 7 runs of 10 s, two of them half done, two at a time, and the first one took twice as long as estimated
+    assert "1 of 8 runs done (1 diverged), about 1:00 to go" in text
+    assert second.name in text
+    assert third.name in text
+    assert "50.00 %" in text
+    assert "no [bold]memory[/]" in text

@@ -5,10 +5,11 @@ import io
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
-from studies import plan_of, pretend, write_study
+from studies import plan_of, pretend, pretend_run, write_study
 from test_report import BODY, EVIL, accuracy
 
 from lowp.lab.report.document import report_document
@@ -179,6 +180,29 @@ def test_both_themes_at_two_widths(open_page, page, width, theme):
 
 UNNAMED = """[...document.querySelectorAll('input, select, button')]
   .filter((each) => !each.labels?.length && !each.ariaLabel && !each.textContent.trim()).map((each) => each.outerHTML)"""
+
+
+def test_a_live_page_loads_itself_again_when_a_run_is_there(browser, tmp_path):
+    pytest.importorskip("plotly")
+    from lowp.lab.live import LiveServer
+
+    pretend_run(tmp_path / "one", 'name = "one"\n', 0.5)
+    with LiveServer(tmp_path, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            page = browser.new_page()
+            page.goto(server.address)
+            page.wait_for_selector("html[data-ready=yes]", timeout=120_000)
+            assert first_cells(page, "s0-settings") == ["one"]
+            pretend_run(tmp_path / "two", 'name = "two"\nbatch = 8\n', 0.7)
+            page.wait_for_selector("#s0-settings td:text-is('two')", timeout=120_000)
+            page.close()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 CONTRAST = """([one, other]) => {
   const light = (name) => {
     const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +14,8 @@ from lowp.cli.output import console, examples
 
 if TYPE_CHECKING:
     from lowp.lab.pool import Executor
-    from lowp.lab.settings import StudyPlan
+    from lowp.lab.settings import StudyPlan, StudyRun
+    from lowp.lab.study_directory import StudyDirectory
 
 EXAMPLES = examples(
     ("lowp ablate wires.toml --plan", "what would be run, and how long that takes"),
@@ -73,10 +75,13 @@ def ablate(
         # A task of Ray's asks for as many processors as it has threads: with one, it fits everywhere.
         recorded = recorded_threads(directory) or (1 if on is Place.RAY else None)
         threads = threads_for(plan, jobs or 1, recorded)
-        _make_runs(directory, plan, jobs, on, threads, table, data, mps)
+        _make_runs(directory, jobs, on, threads, table, data, mps)
 
 
-def _make_runs(directory, plan, jobs, on, threads, table, data, mps) -> None:  # type: ignore[no-untyped-def]
+def _make_runs(
+    directory: "StudyDirectory", jobs: int | None, on: Place, threads: int, table: Path | None, data: Path | None, mps: bool
+) -> None:
+    """Plan, runs, results."""
     from lowp.cli.ablate_screen import StudyScreen
     from lowp.cli.ablate_table import print_results
     from lowp.lab.ablation import Ablation, known_seconds
@@ -84,7 +89,7 @@ def _make_runs(directory, plan, jobs, on, threads, table, data, mps) -> None:  #
     from lowp.lab.results import study_results, write_table
     from lowp.lab.study_directory import DONE, RESULTS, RUNS_TABLE
 
-    screen = console()
+    screen, plan = console(), directory.plan
     open_runs = [run for run in plan.runs if directory.state(run) not in DONE]
     estimates = _print_plan(plan, open_runs, known_seconds(directory), jobs or 1, threads, data)
     with ExitStack() as stack:
@@ -110,7 +115,7 @@ def _make_runs(directory, plan, jobs, on, threads, table, data, mps) -> None:  #
         raise typer.Exit(FAILED)
 
 
-def _executor(directory, on: Place, jobs: int | None, threads: int) -> "Executor":  # type: ignore[no-untyped-def]
+def _executor(directory: "StudyDirectory", on: Place, jobs: int | None, threads: int) -> "Executor":
     import torch
 
     on_gpu = torch.cuda.is_available() and any(setting.recipe.device != "cpu" for setting in directory.plan.settings)
@@ -124,7 +129,10 @@ def _executor(directory, on: Place, jobs: int | None, threads: int) -> "Executor
     return LocalPool(jobs or 1, threads, directory.logs, torch.cuda.device_count() if on_gpu else 0)
 
 
-def _print_plan(plan: "StudyPlan", runs, known, jobs: int, threads: int, data: Path | None) -> dict[str, float]:  # type: ignore[no-untyped-def]
+def _print_plan(
+    plan: "StudyPlan", runs: "Sequence[StudyRun]", known: Mapping[str, float], jobs: int, threads: int, data: Path | None
+) -> dict[str, float]:
+    """What will be done; the seconds of a run of each setting."""
     from lowp.cli.ablate_table import plan_table
     from lowp.lab.estimate import estimated_seconds, total_seconds
     from lowp.train.units import duration_text

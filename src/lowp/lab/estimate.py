@@ -9,7 +9,7 @@ resumed study) tell their own time.
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def run_seconds(recipe: Recipe, threads: int, data: Path | None) -> float:
     return ready + step * trainer.steps + test * tests + (_START_OF_RANKS if recipe.ranks > 1 else 0.0)
 
 
-def _step_seconds(step) -> float:  # type: ignore[no-untyped-def]
+def _step_seconds(step: Callable[[], None]) -> float:
     """The fastest of some steps after the first: what slows one down here will not slow down all of them."""
     step()
     best, began = float("inf"), time.perf_counter()
