@@ -191,7 +191,7 @@ def test_the_screen_shows_the_whole_and_each_run(tmp_path, plan):
     from lowp.lab.ablation import StudyState
 
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100, _environ={})
+    console = Console(file=out, force_terminal=True, width=100, highlight=False, no_color=True, _environ={})
     with StudyDirectory.open(tmp_path / "s", plan, resume=False) as directory:
         first, second, third = plan.runs[:3]
         pretend_run(directory.of(second), 'name = "x"\n', 0.5)

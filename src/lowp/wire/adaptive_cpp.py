@@ -3,8 +3,7 @@
 Encoding goes over the numbers twice: scales of all groups; then, message by message, bytes and widths; then codes. Decoding
 finds the widths of every message first, then adds up what all messages say, group by group. Threads share stretches of groups.
 
-A group is four vectors of 16 numbers. What is rounded is rounded as in the plain operations. What differs: codes of a group are
-64 bytes in one register where the machine has that, and a plane is a comparison of them.
+A group is `VECTORS` vectors of as many numbers as a register holds. What is rounded is rounded as in the plain operations.
 """
 
 import ctypes
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.vectors import preamble
+from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.noise import KEY_SIZE
 from lowp.wire import adaptive_tables as tables
+from lowp.wire.adaptive_codes_cpp import READ_CODES, WRITE_CODES
 
 if TYPE_CHECKING:
     from lowp.wire.adaptive_group import AdaptiveTable
@@ -66,6 +66,8 @@ def _constants(stochastic: bool) -> str:
             f"#define BIAS {tables.BIAS}",
             _array("uint16_t", "BASE", base),
             _array("uint16_t", "RISE", rise),
+            _array("uint8_t", "BASE_BYTES", [*(v & 0xFF for v in base), *(v >> 8 for v in base)]),
+            _array("uint8_t", "RISE_BYTES", [*(v & 0xFF for v in rise), *(v >> 8 for v in rise)]),
             _array("int32_t", "STEPS", tables.steps_of(stochastic)),
             _array("float", "UP", torch.tensor(tables.quarters(1), dtype=torch.float32).tolist()),
             _array("float", "NEAREST", torch.tensor(tables.NEAREST, dtype=torch.float32).tolist()),
@@ -83,26 +85,27 @@ struct Part { int64_t count, layer, start, region, group, size; };
 struct Region { int64_t begin, parts, groups, planes, payload, first_part, first_group; };
 INLINE float power_of_two(int exponent) { int32_t bits = (exponent + 127) << 23; float f; memcpy(&f, &bits, 4); return f; }
 INLINE int32_t bits_of(float x) { int32_t bits; memcpy(&bits, &x, 4); return bits; }
+constexpr int VECTORS = 64 / LANES;
 template <int D> struct Pair {  // lanes at a distance of D
-    static constexpr i32 order = {0 ^ D, 1 ^ D, 2 ^ D, 3 ^ D, 4 ^ D, 5 ^ D, 6 ^ D, 7 ^ D,
-                                  8 ^ D, 9 ^ D, 10 ^ D, 11 ^ D, 12 ^ D, 13 ^ D, 14 ^ D, 15 ^ D};
-#define FLIP(l) ((l) & D ? (int32_t)0x80000000 : 0)
-    static constexpr i32 flip = {FLIP(0), FLIP(1), FLIP(2), FLIP(3), FLIP(4), FLIP(5), FLIP(6), FLIP(7),
-                                 FLIP(8), FLIP(9), FLIP(10), FLIP(11), FLIP(12), FLIP(13), FLIP(14), FLIP(15)};
+    static constexpr i32 order = LANE_NUMBERS ^ D, flip = (LANE_NUMBERS & D) != 0 ? i32{} + (int32_t)0x80000000 : i32{};
 };
 template <int D> INLINE f32 pairs(f32 x) { return __builtin_shuffle(x, Pair<D>::order) + (f32)((i32)x ^ Pair<D>::flip); }
+template <int D = LANES / 2> INLINE f32 transformed(f32 x) {  // sums and differences of pairs at a distance of D ... 1
+    if constexpr (D == 1) return pairs<1>(x); else return transformed<D / 2>(pairs<D>(x));
+}
 INLINE void transform(f32* x) {
-    f32 a = x[0] + x[2], b = x[1] + x[3], c = x[0] - x[2], d = x[1] - x[3];
-    x[0] = a + b; x[1] = a - b; x[2] = c + d; x[3] = c - d;
-    for (int v = 0; v < 4; v++) x[v] = pairs<1>(pairs<2>(pairs<4>(pairs<8>(x[v]))));
+    for (int d = VECTORS / 2; d > 0; d /= 2)
+        for (int v = 0; v < VECTORS; v++)
+            if (!(v & d)) { const f32 a = x[v], b = x[v + d]; x[v] = a + b; x[v + d] = a - b; }
+    for (int v = 0; v < VECTORS; v++) x[v] = transformed(x[v]);
 }
-template <class V, class F> INLINE V folded(V x, F f) {  // the first lane: those at a distance of 8, 4, 2, 1
-    x = f(x, __builtin_shuffle(x, Pair<8>::order)); x = f(x, __builtin_shuffle(x, Pair<4>::order));
-    x = f(x, __builtin_shuffle(x, Pair<2>::order)); return f(x, __builtin_shuffle(x, Pair<1>::order));
+template <int D = LANES / 2, class V, class F> INLINE V folded(V x, F f) {  // the first lane: those at a distance of D ... 1
+    x = f(x, __builtin_shuffle(x, Pair<D>::order));
+    if constexpr (D > 1) return folded<D / 2>(x, f); else return x;
 }
-static i32 SIGN[4];  // the sign bits of a group's fixed signs
+static i32 SIGN[VECTORS];  // the sign bits of a group's fixed signs
 static struct Signs {
-    Signs() { for (int i = 0; i < 64; i++) SIGN[i / 16][i % 16] = SIGNS >> i & 1 ? (int32_t)0x80000000 : 0; }
+    Signs() { for (int i = 0; i < 64; i++) SIGN[i / LANES][i % LANES] = SIGNS >> i & 1 ? (int32_t)0x80000000 : 0; }
 } made;
 
 // The widths of a message's groups: 16 * the planes before each + its width. Returns the planes used.
@@ -167,42 +170,44 @@ template <class F> INLINE void over_groups(const Part* parts, const int32_t* ite
         for (; g < end; g++) body(part, g, std::false_type{});
     }
 }
-INLINE long of_vector(long left, int v) { left -= 16 * v; return left < 0 ? 0 : left < 16 ? left : 16; }
+INLINE long of_vector(long left, int v) { left -= LANES * v; return left < 0 ? 0 : left < LANES ? left : LANES; }
 """
 
 _ENCODER = r"""
 typedef STORED stored;
 template <class Full> INLINE void get(const stored* numbers, const Part& part, long g, f32 factor, f32* to, Full) {
     const stored* from = numbers + part.start + 64 * g;
-    for (int v = 0; v < 4; v++) {
-        const auto x = load<std::conditional_t<sizeof(stored) == 4, f32, i16>>(from + 16 * v,
-            Full::value ? 16 : of_vector(part.count - 64 * g, v));
+    for (int v = 0; v < VECTORS; v++) {
+        const auto x = load<std::conditional_t<sizeof(stored) == 4, f32, i16>>(from + LANES * v,
+            Full::value ? LANES : of_vector(part.count - 64 * g, v));
         to[v] = FROM_STORED * factor;
     }
 }
 // s of a group; INT32_MIN: all zero; INT32_MAX: something is not finite.
 INLINE int32_t scale_of(f32* x) {
     i32 most = {};
-    for (int v = 0; v < 4; v++) most = larger(most, (i32)x[v] & 0x7FFFFFFF);
+    for (int v = 0; v < VECTORS; v++) most = larger(most, (i32)x[v] & 0x7FFFFFFF);
     const int32_t largest = folded(most, [](i32 a, i32 b) { return larger(a, b); })[0];
     if (largest >= 0x7F800000) return INT32_MAX;
     if (largest == 0) return INT32_MIN;
     int32_t shift = (largest >> 23) - 127;
     shift = shift < LOWEST / 4 ? LOWEST / 4 : shift > HIGHEST / 4 ? HIGHEST / 4 : shift;
     const f32 unit = splat<f32>(power_of_two(-shift));
-    for (int v = 0; v < 4; v++) x[v] = x[v] * unit;
+    for (int v = 0; v < VECTORS; v++) x[v] = x[v] * unit;
 #if STOCHASTIC
-    for (int v = 0; v < 4; v++) x[v] = (f32)((i32)x[v] ^ SIGN[v]);
+    for (int v = 0; v < VECTORS; v++) x[v] = (f32)((i32)x[v] ^ SIGN[v]);
     transform(x);
     most = i32{};
-    for (int v = 0; v < 4; v++) most = larger(most, (i32)x[v] & 0x7FFFFFFF);
+    for (int v = 0; v < VECTORS; v++) most = larger(most, (i32)x[v] & 0x7FFFFFFF);
     const int32_t bits = folded(most, [](i32 a, i32 b) { return larger(a, b); })[0];
     int32_t quarter = 4 * ((bits >> 23) - 127) - 12;
     const int32_t mantissa = (bits & 0x7FFFFF) | 0x3F800000;
     for (int j = 0; j < 4; j++) quarter += mantissa > bits_of(UP[j]);
 #else
-    const f32 a = x[0] * x[0] + x[2] * x[2], b = x[1] * x[1] + x[3] * x[3];
-    const int32_t bits = bits_of(folded(f32(a + b), [](f32 p, f32 q) { return f32(p + q); })[0]);
+    f32 sum[VECTORS];
+    for (int v = 0; v < VECTORS; v++) sum[v] = x[v] * x[v];
+    for (int d = VECTORS / 2; d > 0; d /= 2) for (int v = 0; v < d; v++) sum[v] += sum[v + d];
+    const int32_t bits = bits_of(folded(sum[0], [](f32 p, f32 q) { return f32(p + q); })[0]);
     int32_t quarter = 2 * ((bits >> 23) - 127) - 12;
     const int32_t mantissa = (bits & 0x7FFFFF) | 0x3F800000;
     for (int j = 0; j < 2; j++) quarter += mantissa > bits_of(NEAREST[j]);
@@ -228,85 +233,11 @@ static void write_headers(const int32_t* scales, const Part* parts, const Region
     }
     memset(bytes + region.groups, 0, region.payload - region.parts - region.groups);
 }
-INLINE void write_planes(uint8_t* to, int width, const uint8_t* codes) {
-#if defined(__AVX512BW__)
-    const __m512i all = _mm512_loadu_si512(codes);
-    for (int p = 0; p < width; p++) {
-        const uint64_t plane = _mm512_test_epi8_mask(all, _mm512_set1_epi8(128 >> p));
-        memcpy(to + 8 * p, &plane, 8);
-    }
-#else
-    for (int p = 0; p < width; p++) {
-        uint64_t plane = 0;
-        for (int i = 0; i < 64; i++) plane |= (uint64_t)(codes[i] >> (7 - p) & 1) << i;
-        memcpy(to + 8 * p, &plane, 8);
-    }
-#endif
-}
-#if STOCHASTIC
-INLINE void write_codes(const f32* x, f32 factor, int width, uint8_t* to, const int32_t* keys, long parts, long part,
-                        long first) {
-    alignas(64) uint8_t codes[64];
-    const float most = (float)((1 << width) - 1);
-    for (int v = 0; v < 4; v++) {
-        f32 place = (x[v] * factor + splat<f32>(1.0f)) * splat<f32>(most * 0.5f);
-        place = smaller(larger(place, f32{}), splat<f32>(most));
-        const f32 below = integer_below(place);
-        i32 index = splat<i32>((int32_t)first + 16 * v + keys[5 * parts + part]) + LANE_NUMBERS;
-        i32 low = index & 0xFFFF, high = index >> 16 & 0xFFFF;
-        for (int round = 0; round < 5; round++) {
-            const i32 product = low * (round % 2 ? 0x6E2B : 0x7A35);
-            low = (product >> 16) ^ high ^ keys[round * parts + part];
-            high = product & 0xFFFF;
-        }
-        const f32 noise = __builtin_convertvector(((high << 14) + (low >> 2)) >> 6, f32) * splat<f32>(0x1p-24f);
-        const i32 code = (__builtin_convertvector(below, i32) - (noise < place - below)) << (8 - width);
-        const i8 bytes = converted<i8>(code);
-        memcpy(codes + 16 * v, &bytes, 16);
-    }
-    write_planes(to, width, codes);
-}
-#else
-INLINE void write_codes(const f32* x, f32 factor, int width, uint8_t* to) {
-#if defined(LONG_32) && defined(__AVX512BW__)
-    const __m512i base = _mm512_load_si512(BASE), rise = _mm512_load_si512(RISE);
-    __m256i half[2];
-    uint64_t plane = 0;
-    for (int h = 0; h < 2; h++) {
-        __m256i fine[2];
-        for (int v = 0; v < 2; v++) {
-            const __m512 scaled = (__m512)(x[2 * h + v] * factor);
-            plane |= (uint64_t)_mm512_cmp_ps_mask(scaled, _mm512_setzero_ps(), _CMP_LT_OQ) << (32 * h + 16 * v);
-            const __m512 size = _mm512_min_ps(_mm512_abs_ps(scaled), _mm512_set1_ps(32767.0f));
-            fine[v] = _mm512_cvtepi32_epi16(_mm512_cvttps_epi32(size));
-        }
-        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(fine[0]), fine[1], 1);
-        const __m512i segment = _mm512_srli_epi16(both, 10), rest = _mm512_slli_epi16(both, 6);
-        const __m512i more = _mm512_mulhi_epu16(_mm512_permutexvar_epi16(segment, rise), rest);
-        half[h] = _mm512_cvtepi16_epi8(_mm512_srli_epi16(_mm512_add_epi16(_mm512_permutexvar_epi16(segment, base), more), 9));
-    }
-    memcpy(to, &plane, 8);
-    const __m512i codes = _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
-    for (int p = 1; p < width; p++) {
-        plane = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(128 >> p));
-        memcpy(to + 8 * p, &plane, 8);
-    }
-#else
-    uint8_t codes[64];
-    for (int i = 0; i < 64; i++) {
-        const float scaled = x[i / 16][i % 16] * factor[0], size = scaled < 0 ? -scaled : scaled;
-        const int fine = size < 32767.0f ? (int)size : 32767, segment = fine >> 10;
-        codes[i] = (BASE[segment] + (RISE[segment] * (fine & 1023) >> 10)) >> 9 | (scaled < 0 ? 128 : 0);
-    }
-    write_planes(to, width, codes);
-#endif
-}
-#endif
 extern "C" void run(const stored* numbers, uint8_t* out, const Part* parts, const Region* regions, long region_count,
                     const int32_t* items, long item_count, int32_t* scratch, const float* factors, long part_count,
                     const int32_t* keys, long threads) {
     over_groups(parts, items, item_count, threads, [&](const Part& part, long g, auto full) __attribute__((always_inline)) {
-        f32 x[4];
+        f32 x[VECTORS];
         get(numbers, part, g, splat<f32>(factors[part.layer]), x, full);
         scratch[part.group + g] = scale_of(x);
     });
@@ -325,10 +256,10 @@ extern "C" void run(const stored* numbers, uint8_t* out, const Part* parts, cons
         uint8_t* message = out + region.begin;
         const int32_t scale = message[region.parts + part.group - region.first_group + g] - 255
                               + 4 * (message[&part - parts - region.first_part] - BIAS);
-        f32 x[4];
+        f32 x[VECTORS];
         get(numbers, part, g, splat<f32>(factors[part.layer]), x, full);
         const f32 unit = splat<f32>(power_of_two(-(scale >> 2))), factor = splat<f32>(FACTORS[scale & 3]);
-        for (int v = 0; v < 4; v++) x[v] = (f32)((i32)(x[v] * unit) ^ SIGN[v]);
+        for (int v = 0; v < VECTORS; v++) x[v] = (f32)((i32)(x[v] * unit) ^ SIGN[v]);
         transform(x);
         uint8_t* to = message + region.payload + 8 * (long)(place >> 4);
 #if STOCHASTIC
@@ -342,54 +273,6 @@ extern "C" void run(const stored* numbers, uint8_t* out, const Part* parts, cons
 
 _DECODER = r"""
 typedef STORED stored;
-// What the codes of a group stand for.
-INLINE void read_codes(const uint8_t* from, int width, f32* x) {
-#if defined(LONG_32) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
-    uint64_t sign;
-    memcpy(&sign, from, 8);
-    __m512i codes = _mm512_setzero_si512();
-    const __m512i one = _mm512_set1_epi8(1);
-#if STOCHASTIC
-    codes = _mm512_maskz_mov_epi8(sign, one);
-#endif
-    for (int p = 1; p < width; p++) {
-        uint64_t plane;
-        memcpy(&plane, from + 8 * p, 8);
-        codes = _mm512_add_epi8(codes, codes);
-        codes = _mm512_mask_add_epi8(codes, plane, codes, one);
-    }
-    __m512i words[2];
-#if STOCHASTIC
-    const __m512i first = _mm512_set1_epi16(1 - (1 << width));
-    for (int h = 0; h < 2; h++) {
-        const __m512i wide = _mm512_cvtepu8_epi16(h ? _mm512_extracti64x4_epi64(codes, 1) : _mm512_castsi512_si256(codes));
-        words[h] = _mm512_add_epi16(_mm512_add_epi16(wide, wide), first);
-    }
-#else
-    const uint8_t *low = LOW + 128 * width, *high = HIGH + 128 * width;
-    const __m512i lows = _mm512_permutex2var_epi8(_mm512_load_si512(low), codes, _mm512_load_si512(low + 64));
-    const __m512i highs = _mm512_permutex2var_epi8(_mm512_load_si512(high), codes, _mm512_load_si512(high + 64));
-    for (int h = 0; h < 2; h++) {
-        const __m512i l = _mm512_cvtepu8_epi16(h ? _mm512_extracti64x4_epi64(lows, 1) : _mm512_castsi512_si256(lows));
-        const __m512i u = _mm512_cvtepu8_epi16(h ? _mm512_extracti64x4_epi64(highs, 1) : _mm512_castsi512_si256(highs));
-        const __m512i both = _mm512_or_si512(l, _mm512_slli_epi16(u, 8));
-        words[h] = _mm512_mask_sub_epi16(both, (__mmask32)(sign >> (32 * h)), _mm512_setzero_si512(), both);
-    }
-#endif
-    for (int v = 0; v < 4; v++) {
-        const __m256i own = v % 2 ? _mm512_extracti64x4_epi64(words[v / 2], 1) : _mm512_castsi512_si256(words[v / 2]);
-        x[v] = (f32)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(own));
-    }
-#else
-    uint64_t planes[8];
-    memcpy(planes, from, 8 * width);
-    for (int i = 0; i < 64; i++) {
-        int code = 0;
-        for (int p = 0; p < width; p++) code = code << 1 | (int)(planes[p] >> i & 1);
-        x[i / 16][i % 16] = (float)VALUES[256 * width + code];
-    }
-#endif
-}
 extern "C" void run(const uint8_t* source, stored* out, const Part* parts, const Region* regions, long region_count,
                     const int32_t* items, long item_count, int32_t* scratch, const float* factors, long groups,
                     long divisor, long messages, long stride, long threads) {
@@ -401,14 +284,14 @@ extern "C" void run(const uint8_t* source, stored* out, const Part* parts, const
     }
     over_groups(parts, items, item_count, threads, [&](const Part& part, long g, auto full) __attribute__((always_inline)) {
         const Region& region = regions[part.region];
-        f32 sum[4];
+        f32 sum[VECTORS];
         for (long m = 0; m < messages; m++) {
             const uint8_t* message = source + m * stride + region.begin;
             const int32_t place = scratch[m * groups + part.group + g], width = place & 15;
             const int32_t part_byte = message[&part - parts - region.first_part];
-            f32 x[4] = {};
+            f32 x[VECTORS] = {};
             if (part_byte == 255) {
-                for (int v = 0; v < 4; v++) x[v] = splat<f32>(NAN);
+                for (int v = 0; v < VECTORS; v++) x[v] = splat<f32>(NAN);
             } else if (width) {
                 const int32_t byte = message[region.parts + part.group - region.first_group + g];
                 const int32_t scale = byte - 255 + 4 * (part_byte - BIAS);
@@ -416,19 +299,19 @@ extern "C" void run(const uint8_t* source, stored* out, const Part* parts, const
                 transform(x);
                 const f32 unit = splat<f32>(UNITS[4 * width + (scale & 3)]), power = splat<f32>(power_of_two(scale >> 2));
                 const f32 most = splat<f32>(3.4028234663852886e38f);
-                for (int v = 0; v < 4; v++) {
+                for (int v = 0; v < VECTORS; v++) {
                     x[v] = SIGN[v] < 0 ? f32{} - x[v] : x[v];
                     x[v] = smaller(larger(x[v] * unit * power, -most), most);
                 }
             }
-            for (int v = 0; v < 4; v++) sum[v] = m ? sum[v] + x[v] : x[v];
+            for (int v = 0; v < VECTORS; v++) sum[v] = m ? sum[v] + x[v] : x[v];
         }
         const f32 factor = splat<f32>(factors[part.layer]), parts_of = splat<f32>((float)divisor);
-        for (int v = 0; v < 4; v++) {
+        for (int v = 0; v < VECTORS; v++) {
             f32 x = sum[v] * factor;
             if (divisor != 1) x = x / parts_of;
-            const long room = decltype(full)::value ? 16 : of_vector(part.count - 64 * g, v);
-            store(out + part.start + 64 * g + 16 * v, TO_STORED, room);
+            const long room = decltype(full)::value ? LANES : of_vector(part.count - 64 * g, v);
+            store(out + part.start + 64 * g + LANES * v, TO_STORED, room);
         }
     });
 }
@@ -437,9 +320,8 @@ extern "C" void run(const uint8_t* source, stored* out, const Part* parts, const
 
 def _built(text: str, dtype: torch.dtype, stochastic: bool, arguments: Sequence[Any]) -> Any:
     stored, read, written = _DTYPES[dtype]
-    lanes = ", ".join(map(str, range(16)))
     defined = f"#define STORED {stored}\n#define FROM_STORED {read}\n#define TO_STORED {written}\n#define ITEM {tables.ITEM}"
-    head = f"{preamble(16)}\n{defined}\n#define LANE_NUMBERS i32{{{lanes}}}\n{_constants(stochastic)}"
+    head = f"{preamble()}\n{defined}\n{_constants(stochastic)}"
     return cpp.build_parallel(f"{head}{_COMMON}{text}", arguments)
 
 
@@ -447,7 +329,7 @@ class CppEncoder:
     """Numbers of a dtype to messages."""
 
     def __init__(self, dtype: torch.dtype, stochastic: bool) -> None:
-        self._run = _built(_ENCODER, dtype, stochastic, _ENCODE)
+        self._run = _built(WRITE_CODES + _ENCODER, dtype, stochastic, _ENCODE)
 
     def __call__(
         self,
@@ -471,7 +353,7 @@ class CppDecoder:
     """Messages to sums of a dtype."""
 
     def __init__(self, dtype: torch.dtype, stochastic: bool) -> None:
-        self._run = _built(_DECODER, dtype, stochastic, _DECODE)
+        self._run = _built(READ_CODES + _DECODER, dtype, stochastic, _DECODE)
 
     def __call__(
         self,

@@ -14,6 +14,7 @@ from lowp.wire import adaptive
 from lowp.wire.adaptive import AdaptiveLayout
 from lowp.wire.adaptive_tables import BLOCK, GROUP, ITEM
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
+from lowp.wire.scaling import divide_
 from lowp.wire.workspace import NewMemory
 
 
@@ -210,7 +211,7 @@ class AdaptiveGroup(CodecGroup):
                     total.add_(more)
             for total, segment in zip(sums, region.segments, strict=True):
                 total.mul_(factors.view(-1)[segment.part.layer])
-                out[segment.start : segment.start + segment.part.size] = total if divisor == 1 else total.div_(divisor)
+                out[segment.start : segment.start + segment.part.size] = divide_(total, divisor)
 
     def _read(self, source: Tensor, region: AdaptiveRegion, device: torch.device) -> list[Tensor]:
         found = [torch.empty(segment.part.size, device=device) for segment in region.segments]

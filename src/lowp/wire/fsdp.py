@@ -35,7 +35,7 @@ from lowp.wire.reductions.base import ChunkJob, Steps
 from lowp.wire.report import Meter, WireReport, ring_bytes
 from lowp.wire.rules import Rules, Stage
 from lowp.wire.scale_warnings import warn_of_scales
-from lowp.wire.scaling import NONFINITE
+from lowp.wire.scaling import NONFINITE, divide_
 from lowp.wire.warm_up import warm_up
 
 logger = logging.getLogger("lowp")
@@ -272,7 +272,7 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
         rooms = job.write_to_owners()
         yield job.link.exchange(rooms.sent, rooms.received)
         total = rules.fold_messages(rooms.rows, chunk.shards[link.rank], Stage.ADDEND, range(world))
-        output[start:stop] = total.numbers.div_(divisor) * _poison(total.peaks)
+        output[start:stop] = divide_(total.numbers, divisor) * _poison(total.peaks)
 
     plain = (world - 1) / world * 4 * source.numel()
     pieces = _pieces(output.numel())

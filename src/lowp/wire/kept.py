@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lowp.tensor import kernels
 from lowp.tensor.carrier import F32
+from lowp.wire.scaling import divide_
 from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 PIECE = 1 << 16  # numbers
@@ -206,13 +207,13 @@ class KeptTable:
         device, parts = out.device, None
         places, total = self._positions(source, messages, stride), torch.zeros(self.elements, device=out.device)
         for message in range(messages):  # one after the other: within one, no position comes twice
-            total.scatter_add_(0, places[message], values.view(messages, -1)[message])
+            place = places[message]  # (scatter_add_ on CUDA takes subnormal numbers for zero)
+            total.scatter_(0, place, total.gather(0, place) + values.view(messages, -1)[message])
         if factors is not None or self._span is None:
             parts = self._parts(device)
         if factors is not None:
             total.mul_(factors.view(-1)[self.columns(device)[2]][parts])
-        if divisor != 1:
-            total.div_(divisor)
+        divide_(total, divisor)
         if self._span is None:
             assert parts is not None
             out.index_copy_(0, self._places(parts), total.to(out.dtype))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.vectors import preamble
+from lowp.tensor.lists.preamble import preamble
 from lowp.wire.kept import DIGITS, PIECE, KeptTable
 
 _SMALL = 1 << 15  # numbers: one thread
@@ -37,7 +37,7 @@ INLINE int32_t largest_key(i32 keys) {
 
 // Appends those of 16 keys and positions that are at least `low`; behind them, up to 16 others are written.
 INLINE long append(i32 keys, i32 places, int32_t low, long there, int32_t* to_keys, int32_t* to_places, long found) {
-#if defined(LONG_32)
+#if defined(AVX512_32)
     const __mmask16 good = _mm512_cmpge_epi32_mask((__m512i)keys, _mm512_set1_epi32(low)) & ((1u << there) - 1);
     _mm512_storeu_si512(to_keys + found, _mm512_maskz_compress_epi32(good, (__m512i)keys));
     _mm512_storeu_si512(to_places + found, _mm512_maskz_compress_epi32(good, (__m512i)places));

@@ -16,7 +16,7 @@ from lowp.wire.adaptive_group import AdaptiveGroup
 from lowp.wire.codec import Codec
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.plan import Part, Shard
-from lowp.wire.scaling import poisoned, write_bounds
+from lowp.wire.scaling import divide_, poisoned, write_bounds
 from lowp.wire.sparse import SparseGroup
 from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
@@ -272,7 +272,7 @@ class Messages:
                 total.add_(more)
             if factors is not None:
                 total.mul_(factors.view(-1)[part.layer])
-            out[start : start + part.size] = total if divisor == 1 else total.div_(divisor)
+            out[start : start + part.size] = divide_(total, divisor)
 
     def fold(
         self, source: Tensor, out: Tensor, messages: int, stride: int, noises: Noises, workspace: NewMemory = NEW_MEMORY

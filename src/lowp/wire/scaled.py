@@ -6,6 +6,7 @@ from torch import Tensor
 from lowp.tensor.lists.parts import PartTable
 from lowp.wire.part_kernels import scale_function
 from lowp.wire.plan import Chunk, Shard
+from lowp.wire.scaling import divide_
 
 
 def scaled(source: Tensor, stretch: "Chunk | Shard", factors: Tensor | None, divisor: int = 1) -> Tensor:
@@ -26,4 +27,4 @@ def scaled(source: Tensor, stretch: "Chunk | Shard", factors: Tensor | None, div
         return numbers
     for layer, first, last in stretch.runs:
         torch.mul(source[first:last].to(torch.float32), of_layers[0, layer], out=numbers[first:last])
-    return numbers if divisor == 1 else numbers.div_(divisor)
+    return divide_(numbers, divisor)

@@ -143,8 +143,18 @@ def units_of(fitting: Tensor) -> Tensor:
 
 
 def poisoned(units: Tensor, peaks: Tensor, owners: Tensor, out: Tensor | None = None) -> Tensor:
-    """Units of layers: NaN where the header byte of a part (`owners` has the layer of each) says that it is not finite."""
-    return torch.index_add(units, 0, owners, torch.where(peaks == NONFINITE, math.nan, 0.0), out=out)
+    """Units of layers: NaN where the header byte of a part (`owners` has the layer of each) says that it is not finite.
+
+    Marks are integers: CUDA adds up floats by an instruction that takes subnormal numbers for zero, and a unit may be 2^-127.
+    """
+    marks = torch.zeros(units.shape, dtype=torch.int32, device=units.device)
+    marks.scatter_reduce_(0, owners, (peaks == NONFINITE).to(torch.int32), "amax")
+    return torch.add(units, torch.where(marks != 0, math.nan, 0.0), out=out)
+
+
+def divide_(numbers: Tensor, divisor: int) -> Tensor:
+    """In place, correctly rounded on every device: for a divisor that is a Python number, CUDA multiplies by its inverse."""
+    return numbers if divisor == 1 else numbers.div_(torch.full((), divisor, dtype=numbers.dtype, device=numbers.device))
 
 
 def _marked(found: Tensor, maxima: Tensor) -> Tensor:

@@ -19,24 +19,15 @@ import torch
 from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import cpp
+from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.lists.tracing import Program, Value
-from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
+from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
+from lowp.tensor.packing import group
 
 _CHUNK = 1 << 12  # elements, about
 _WORTH_THREADS = 1 << 15  # elements
 
 _HELPERS = r"""
-INLINE int32_t largest_integer(i32 x) {
-#if defined(LONG_32)
-    return _mm512_reduce_max_epi32((__m512i)x);
-#elif defined(__AVX2__) && LANES == 8
-    __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
-    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E)); m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1));
-    return _mm_cvtsi128_si32(m);
-#else
-    int32_t top = 0; for (int l = 0; l < LANES; l++) top = x[l] > top ? x[l] : top; return top;
-#endif
-}
 INLINE uint64_t low_bits(uint64_t bytes) {  // of eight bytes, one after the other
 #if defined(__BMI2__)
     return _pext_u64(bytes, ((1ull << BITS) - 1) * 0x0101010101010101ull);
@@ -63,6 +54,7 @@ INLINE void store_bits(uint8_t* p, uint64_t bits) {
     else if (BITS == 6) { memcpy(p, &low, 4); memcpy(p + 4, &high, 2); }
     else for (int i = 0; i < BITS; i++) p[i] = bits >> 8 * i;
 }
+#if LANES >= 8
 typedef uint64_t words __attribute__((vector_size(LANES)));
 INLINE void store_packed(uint8_t* p, i8 codes, long count) {
     uint8_t part[LANES]; uint8_t* to = count == LANES ? p : part;
@@ -75,6 +67,19 @@ INLINE i8 load_packed(const uint8_t* p, long count) {
     words r; for (int i = 0; i < LANES / 8; i++) r[i] = in_bytes(load_bits((count == LANES ? p : part) + BITS * i));
     return (i8)r;
 }
+#else  // their bits fill whole bytes, fewer than eight
+INLINE void store_packed(uint8_t* p, i8 codes, long count) {
+    uint64_t bytes = 0; memcpy(&bytes, &codes, LANES);
+    bytes = low_bits(bytes);
+    if (count == LANES) memcpy(p, &bytes, LANES * BITS / 8); else memcpy(p, &bytes, (count * BITS + 7) / 8);
+}
+INLINE i8 load_packed(const uint8_t* p, long count) {
+    uint64_t bits = 0;
+    if (count == LANES) memcpy(&bits, p, LANES * BITS / 8); else memcpy(&bits, p, (count * BITS + 7) / 8);
+    bits = in_bytes(bits);
+    i8 r; memcpy(&r, &bits, LANES); return r;
+}
+#endif
 """
 
 
@@ -95,10 +100,10 @@ class _BlockSource:
         self.operation = operation
         self.printer = Printer()
         self.stages = operation.stages(torch.device("cpu"))
-        # Vectors of 16 numbers of 64 bits would pass through memory. What is done once a block may do so.
+        # What is done once a block may be in vectors that pass through memory.
         element = self.stages["value_of" if operation.kind == "decode" else "element_of"]
         wide = any(v.dtype.itemsize == 8 for v in (*element.elements, *(s.result for s in element.statements)))
-        self.lanes = 8 if wide else 16
+        self.preamble = preamble(wide, group(operation.program.fmt.element.bits)[0] if operation.packed else 1)
 
     def text(self) -> str:
         """`run(numbers, elements, scales, whole, rows, length, threads)`: addresses of x or of the result, of the elements' and
@@ -119,7 +124,7 @@ class _BlockSource:
             f"    const long width = {fmt.size}, in_row = (length + width - 1) / width, blocks = rows * in_row;",
             f"    const long bytes_in_row = (length * {fmt.element.bits} + 7) / 8, even = length % width == 0;",
             f"    const bool parallel = threads > 1 && rows * length >= {_WORTH_THREADS};",
-            f"    const long together = {max(_CHUNK // (self.lanes * fmt.size), 1)} * LANES;",
+            f"    constexpr long vectors = {_CHUNK} / (LANES * {fmt.size}), together = (vectors > 1 ? vectors : 1) * LANES;",
             *(f"    {line}" for line in whole),
             "    #pragma omp parallel for num_threads(threads) if(parallel)",
             "    for (long chunk = 0; chunk < blocks; chunk += together) {",
@@ -140,7 +145,7 @@ class _BlockSource:
             "    return 1;",
             "}",
         ]
-        return "\n".join([preamble(self.lanes), *self.printer.declarations(), *lines])
+        return "\n".join([self.preamble, *self.printer.declarations(), *lines])
 
     def _stage(self, name: str, program: Program) -> list[str]:
         """A traced function as one of C++ that writes its results to its last arguments."""
@@ -174,7 +179,7 @@ class _BlockSource:
             "    long e = piece * 4096;",
             "    for (; e + LANES <= end; e += LANES) look(e, LANES);",
             "    if (e < end) look(e, end - e);",
-            "    const int32_t found = largest_integer(converted<i32>(top));",
+            "    const int32_t found = largest_of(converted<i32>(top));",
             "    most = found > most ? found : most;",
             "}",
             "f32 tensor_scale;",
@@ -223,14 +228,14 @@ class _BlockSource:
             "    const long stop = size(first + b);",
             f"    {kind} top = {{}};",
             *_over_block(f"top = larger(top, load<{kind}>(numbers_of + e, n) & {own.magnitude});"),
-            "    most[b] = finite[b] = largest_integer(converted<i32>(top));",
+            "    most[b] = finite[b] = largest_of(converted<i32>(top));",
             f"    if (most[b] >= {own.infinity}) {{  // again, without what is not finite",
             f"        top = {kind}{{}};",
             *_over_block(
                 f"const {kind} size = load<{kind}>(numbers_of + e, n) & {own.magnitude}; "
                 f"top = larger(top, size < {own.infinity} ? size : {kind}{{}});"
             ),
-            "        finite[b] = largest_integer(converted<i32>(top));",
+            "        finite[b] = largest_of(converted<i32>(top));",
             "    }",
             "}",
             *declared,

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from lowp.tensor.lists.cache import UnsafeCache, load_library
+from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.lists.tracing import Element, Program, Statement, Value
-from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
+from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
 
 LONGEST_BLOCK = 4096  # elements
 _SIGNATURE = """
@@ -106,10 +107,10 @@ class _Source:
         return [*lines, "        }"]
 
     def _body(self, number: int, statements: list[Statement], maxima: list[Statement]) -> list[str]:
-        """16 elements."""
+        """As many elements as a vector holds."""
         last = number == len(self.stages) - 1
         needed = _read(statements, maxima) | ({v.name for v in self.program.results} if last else set())
-        lines = [f"const i32 index = splat<i32>((int32_t)e) + i32{{{', '.join(map(str, range(16)))}}};"]
+        lines = ["const i32 index = splat<i32>((int32_t)e) + LANE_NUMBERS;"]
         lines += ["const i32 inside = (index - splat<i32>((int32_t)e)) < splat<i32>((int32_t)count);"]
         for i, e in enumerate(self.elements):
             if not e.of_block and f"x{i}" in needed:
@@ -157,7 +158,7 @@ class _Source:
                 lines.append(f"r{i} = larger(r{i}, inside ? {self.printer.argument(v, torch.int32)} : i32{{}});")
             else:
                 value = self.printer.argument(v, torch.int64)
-                lines.append(f"r{i} += __builtin_convertvector(inside, i64) ? {value} : i64{{}};")
+                lines.append(f"r{i} += CHOOSE(CONVERT(inside, i64), {value}, i64{{}});")
         return lines
 
     def _reduce(self) -> list[str]:
@@ -246,9 +247,13 @@ def compiler() -> str:
 # one (-ffp-contract=off), which would round once instead of twice. No -ffast-math: NaN, infinity and -0.0 are results here.
 # -fno-math-errno lets a square root be one instruction.
 _FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-w", "-shared",
-    "-fPIC",
+    "-std=c++17", "-O3", "-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-w", "-shared", "-fPIC",
 )  # fmt: skip
+
+
+def _processor() -> str:
+    """What the compiler is told to compile for: this machine. LOWP_MARCH names another that it can run, for tests."""
+    return f"-march={os.environ.get('LOWP_MARCH', 'native')}"
 
 
 @lru_cache(maxsize=1)
@@ -266,7 +271,7 @@ _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 2, *[ctypes.c_void_p] *
 
 def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str] = ()) -> Any:
     """Compile and load `run`; what was compiled before on this kind of machine is found again."""
-    command = [compiler(), *_FLAGS, *flags]
+    command = [compiler(), *_FLAGS, _processor(), *flags]
     name = hashlib.sha256("\0".join([text, _machine(), *command]).encode()).hexdigest()[:32]
     run = load_library(f"{name}.so", lambda: _compiled(command, text)).run
     run.restype = None

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import cpp
+from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.lists.tracing import Element, Program, Statement, fused, in_words, trace
-from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
+from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
 
 _CPU = torch.device("cpu")
 _CHUNK = 1 << 12  # elements
@@ -75,7 +76,8 @@ class _CppFlatKernel:
 
 _MOST_HELD = 256  # numbers of a table that is kept in registers
 _HELD = r"""
-#if defined(LONG_32)
+constexpr int registers(int numbers) { int n = 1; while (n * LANES < numbers) n *= 2; return n; }
+#if defined(AVX512_32)
 template <int N> struct Held {  // a table of up to 16 * N numbers in registers: a gather takes 22 cycles, N = 4 takes 3
     i32 part[N];
     template <class T> __attribute__((always_inline)) Held(const T* table, int count) {
@@ -90,10 +92,23 @@ template <int N> struct Held {  // a table of up to 16 * N numbers in registers:
             const __mmask16 upper = _mm512_test_epi32_mask((__m512i)index, _mm512_set1_epi32(8 * COUNT));
             return (i32)_mm512_mask_mov_epi32((__m512i)low, upper, (__m512i)high); } }
 };
-#define HOLD(number, count, parts) const Held<parts> held##number(table##number, count);
+#define HOLD(number, count) const Held<registers(count)> held##number(table##number, count);
+#elif defined(AVX2_32)
+template <int N> struct Held {  // a table of up to 8 * N numbers
+    i32 part[N];
+    template <class T> __attribute__((always_inline)) Held(const T* table, int count) {
+        for (int i = 0; i < N; i++) for (int l = 0; l < 8; l++) part[i][l] = 8 * i + l < count ? table[8 * i + l] : 0; }
+    template <int FIRST = 0, int COUNT = N> __attribute__((always_inline)) i32 operator()(i32 index) const {
+        if constexpr (COUNT == 1) return (i32)_mm256_permutevar8x32_epi32((__m256i)part[FIRST], (__m256i)index);
+        else {  // which half: a bit of the index, moved to the sign
+            const i32 low = (*this).template operator()<FIRST, COUNT / 2>(index);
+            const i32 high = (*this).template operator()<FIRST + COUNT / 2, COUNT / 2>(index);
+            const i32 upper = index << (29 - __builtin_ctz(COUNT));
+            return (i32)_mm256_blendv_ps((__m256)low, (__m256)high, (__m256)upper); } }
+};
+#define HOLD(number, count) const Held<registers(count)> held##number(table##number, count);
 #else
-#define HOLD(number, count, parts) const auto held##number = [=](i32 index) { \
-    i32 r; for (int l = 0; l < LANES; l++) r[l] = table##number[index[l]]; return r; };
+#define HOLD(number, count) const auto held##number = [=](i32 index) { return look_up_i32(table##number, index); };
 #endif
 """
 
@@ -122,7 +137,6 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
     noticed = [f"            noticed |= {program.results[1].name};"] if len(program.results) > 1 else []
     inputs = "".join(f"const {SCALARS[dtype]}* p{i}, " for i, dtype in enumerate(sized))
     looked_up = "".join(f"const {SCALARS[table.dtype]}* table{i}, " for i, table in enumerate(tables))
-    held = [(i, count, 1 << max(count - 1 >> 4, 0).bit_length()) for i, count in printer.held.items()]
     indexed = any(s.operation == "index" for s in program.statements)
     lines = [
         f'extern "C" int run({inputs}{SCALARS[out]}* target, const int32_t* numbers, const float* scalars, {looked_up}'
@@ -137,7 +151,7 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
             for place, v in program.numbers.items()
         ),
         *(f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in program.scalars.items()),
-        *(f"        HOLD({number}, {count}, {parts})" for number, count, parts in held),
+        *(f"        HOLD({number}, {count})" for number, count in printer.held.items()),
         "        i32 noticed = {};",
         "        const auto body = [&](long e, long count) __attribute__((always_inline)) {",
         *(["            const i32 index = splat<i32>((int32_t)e) + LANE_NUMBERS;"] if indexed else []),
@@ -163,8 +177,5 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
         "    return any;",
         "}",
     ]
-    # vectors of 16 numbers of 64 bits would pass through memory
     wide = any(s.result.dtype.itemsize == 8 for s in program.statements)
-    lanes = 8 if wide else 16
-    numbered = f"#define LANE_NUMBERS i32{{{', '.join(map(str, range(lanes)))}}}"
-    return "\n".join([preamble(lanes), numbered, *([_HELD] if held else []), *printer.declarations(), *lines])
+    return "\n".join([preamble(wide), *([_HELD] if printer.held else []), *printer.declarations(), *lines])

@@ -1,5 +1,8 @@
 """A function of the parts of a bucket (parts.py) as C++.
 
+A vector of a tile has 16 numbers. As many of them are worked on at a time as a register holds (preamble.py): `lane` is the
+first of these. Lanes have nothing to do with each other, but for the largest number of a block.
+
 Threads (OpenMP's, which torch's own kernels keep awake) share the work items. An item is a few tiles of one part. Of several
 messages, some tiles of the first are read, then the same ones of the next: sums stay in the cache, and what depends on a
 message's header alone is computed once for all of them.
@@ -14,8 +17,9 @@ from torch import Tensor
 
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.parts import COUNT, CPU_ITEM, LANES, LAYER, PartsFunction, PartTable, Stream
+from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.lists.tracing import Program, Statement, Value
-from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
+from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 2, *[ctypes.c_void_p, ctypes.c_long] * 2, *[ctypes.c_void_p] * 2, ctypes.c_long,
               *[ctypes.c_void_p] * 2, *[ctypes.c_long] * 3)  # fmt: skip
@@ -25,6 +29,11 @@ static void raise_to(int32_t* place, int32_t value) {
     int32_t found = __atomic_load_n(place, __ATOMIC_RELAXED);
     while (found < value && !__atomic_compare_exchange_n(place, &found, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 }
+#if LANES == 16
+#define OVER_LANES constexpr long lane = 0;
+#else
+#define OVER_LANES for (long lane = 0; lane < 16; lane += LANES)
+#endif
 static inline long limited(long n) { return n < 0 ? 0 : n < LANES ? n : LANES; }
 extern "C" void run(const char* source, char* target, const int64_t* table, long parts, const int32_t* items, long item_count,
                     const int32_t* numbers, const float* of_layer, long layers, int32_t* maxima, const int64_t* tables,
@@ -96,8 +105,7 @@ class _CppParts:
         # What is kept in memory (printer.constants) is known when everything has been printed.
         lines += [f"        const auto constant{place} = ::constant{place};" for place in self.printer.constants.values()]
         lines += [*self._numbers(), *self._pointers(), *body, *self._raise(), "    }", "}"]
-        numbered = f"#define LANE_NUMBERS i32{{{', '.join(map(str, range(LANES)))}}}"
-        return "\n".join([preamble(LANES), numbered, *self.printer.declarations(), *lines])
+        return "\n".join([preamble(), *self.printer.declarations(), *lines])
 
     def _numbers(self) -> list[str]:
         programs = [self.each] if self.finish is None else [self.each, self.finish]
@@ -116,7 +124,8 @@ class _CppParts:
 
     def _address(self, name: str, s: Stream, more: str = "") -> str:
         kind = _STORED[s.dtype]
-        at = "" if s.of == "part" else f" + (tile * {s.stride} + {s.place})"
+        place = f"tile * {s.stride} + {s.place}"
+        at = {"part": "", "tile": f" + ({place})", "lane": f" + ({place} + lane)"}[s.of]
         return f"({kind}*)({name}{more}){at}"
 
     def _read(self, program: Program, names: set[str], more: str = "") -> list[str]:
@@ -126,8 +135,8 @@ class _CppParts:
             if v.name not in names or s.of != "lane":
                 continue
             if program is self.finish:  # a sum; what is behind the end counts as zero
-                left = f"splat<i32>((int32_t)(count - (tile * {self.what.tile} + {s.first})))"
-                lines.append(f"f32 {v.name} = sums[tile - begin][{i}];")
+                left = f"splat<i32>((int32_t)(count - (tile * {self.what.tile} + {s.first} + lane)))"
+                lines.append(f"f32 {v.name} = {self._sum(i)};")
                 lines.append(f"if constexpr (!full) {v.name} = LANE_NUMBERS < {left} ? {v.name} : f32{{}};")
                 continue
             kind, address = TYPES[s.dtype], self._address(f"in{i}", s, more)
@@ -151,88 +160,98 @@ class _CppParts:
         return ["        " + line for line in (*lines, *self._statements(_levels(self._sources(program), program)["part"]))]
 
     def _room(self, s: Stream) -> str:
-        left = f"count - (tile * {self.what.tile} + {s.first})"
-        return f"(full ? LANES : {left} > 0 ? LANES : 0)" if s.padded else f"(full ? LANES : limited({left}))"
+        if s.padded:
+            return f"(full ? LANES : count - (tile * {self.what.tile} + {s.first}) > 0 ? LANES : 0)"
+        return f"(full ? LANES : limited(count - (tile * {self.what.tile} + {s.first} + lane)))"
+
+    def _sum(self, i: int) -> str:
+        return f"sums[tile - begin][lane / LANES][{i}]"
 
     def _statements(self, statements: Sequence[Statement], first_index: int = 0) -> list[str]:
         lines, indices = [], first_index
         for s in statements:
             if s.operation == "index":
-                text = f"splat<i32>((int32_t)(tile * {self.what.tile} + {LANES * indices})) + LANE_NUMBERS"
+                text = f"splat<i32>((int32_t)(tile * {self.what.tile} + {LANES * indices} + lane)) + LANE_NUMBERS"
                 indices += 1  # vectors of numbers are counted one after the other
             else:
                 text = self.printer.expression(s)
             lines.append(f"const {TYPES[s.result.dtype]} {s.result.name} = {text};")
         return lines
 
-    def _pass(self, program: Program, last: list[str], more: str = "") -> list[str]:
-        """A loop over the tiles of an item: loads, statements, then `last`.
+    def _pass(self, program: Program, last: list[str], of_tile: Sequence[str] = (), more: str = "") -> list[str]:
+        """A loop over the tiles of an item: loads, statements, then `last`; then `of_tile`, once a tile.
 
-        What belongs to a tile as a whole (the scale of its block, from the largest number in it) is computed for 16 tiles at
-        once, a lane for each: first a look at their numbers, then these statements, then the tiles again.
+        What belongs to a tile as a whole (the scale of its block, from the largest number in it) is computed for as many tiles
+        at once as a vector holds, a lane for each: first a look at their numbers, then these statements, then the tiles again.
         """
+        sources = list(zip(self._sources(program), program.elements, strict=True))
         levels = _levels(self._sources(program), program)
-        tile_level = {v.name for s, v in zip(self._sources(program), program.elements, strict=True) if s.of == "tile"}
-        tile_level |= {s.result.name for s in levels["tile"]}
+        tile_level = {v.name for s, v in sources if s.of == "tile"} | {s.result.name for s in levels["tile"]}
         self.printer.begin()
         of_part = self._of_part(program, more)
         if not tile_level:
-            body = [*self._read(program, _everything(program), more), *self._statements(levels["lane"]), *last]
-            return [*of_part, *self._over_tiles(body, "begin", "end")]
+            lanes = [*self._read(program, _everything(program), more), *self._statements(levels["lane"]), *last]
+            return [*of_part, *self._over_tiles([], lanes, of_tile, "begin", "end")]
         maxima = [s for s in levels["tile"] if s.operation == "amax"]
         looked = _closure(program, [m.arguments[0].name for m in maxima], tile_level)
         ours = [s for s in levels["tile"] if s.operation != "amax"]
         rest = levels["lane"]
         look = [*self._read(program, looked, more), *self._statements([s for s in rest if s.result.name in looked])]
-        look += [f"g_{m.result.name}[tile - group] = largest_of({m.arguments[0].name});" for m in maxima]
-        for i, (s, v) in enumerate(zip(self._sources(program), program.elements, strict=True)):
+        for m in maxima:
+            top, value = f"top_{m.result.name}", m.arguments[0].name
+            look.append(f"{top} = lane ? larger({top}, {value}) : {value};")
+        found = [f"g_{m.result.name}[tile - group] = largest_of(top_{m.result.name});" for m in maxima]
+        for i, (s, v) in enumerate(sources):
             if s.of == "tile":
                 there = f"full || tile * {self.what.tile} + {s.first} < count"
-                look.append(f"g_{v.name}[tile - group] = {there} ? *({self._address(f'in{i}', s, more)}) : 0;")
-        rooms = [v for s, v in zip(self._sources(program), program.elements, strict=True) if s.of == "tile"]
-        rooms += [m.result for m in maxima]
-        own = [_with_names(s, tile_level) for s in ours]
-        shared = self._statements(own)
+                found.append(f"g_{v.name}[tile - group] = {there} ? *({self._address(f'in{i}', s, more)}) : 0;")
+        rooms = [*(v for s, v in sources if s.of == "tile"), *(m.result for m in maxima)]
+        shared = self._statements([_with_names(s, tile_level) for s in ours])
         needed = _names_read(rest) | {v.name for v in program.results}
         values = [v for v in _values(program) if v.name in tile_level and v.name in needed]
-        body = [f"const {TYPES[v.dtype]} {v.name} = splat<{TYPES[v.dtype]}>(g_{v.name}[tile - group]);" for v in values]
-        body += [*self._read(program, _everything(program), more), *self._statements(rest), *last]
+        own = [f"const {TYPES[v.dtype]} {v.name} = splat<{TYPES[v.dtype]}>(g_{v.name}[tile - group]);" for v in values]
+        lanes = [*self._read(program, _everything(program), more), *self._statements(rest), *last]
         return [
             *of_part,
             "        for (long group = begin; group < end; group += LANES) {",
             "            const long stop = group + LANES < end ? group + LANES : end;",
             *(f"            {TYPES[v.dtype]} g_{v.name} = {{}};" for v in rooms),
-            *self._over_tiles(look, "group", "stop"),
+            *self._over_tiles([f"f32 top_{m.result.name};" for m in maxima], look, found, "group", "stop"),
             *("            " + line for line in shared),
-            *self._over_tiles(body, "group", "stop"),
+            *self._over_tiles(own, lanes, of_tile, "group", "stop"),
             "        }",
         ]
 
-    def _write(self, results: tuple[Value, ...]) -> list[str]:
-        lines = []
+    def _write(self, results: tuple[Value, ...]) -> tuple[list[str], list[str]]:
+        """What is written for each lane, and what once a tile."""
+        lines, of_tile = [], []
         for i, (s, v) in enumerate(zip(self.what.stores, results, strict=False)):
             address, value = self._address(f"out{i}", s), self.printer.argument(v, s.dtype)
             if s.of == "lane":
                 lines.append(f"store({address}, {value}, {self._room(s)});")
             else:
                 wanted = "tile == 0" if s.of == "part" else f"full || tile * {self.what.tile} + {s.first} < count"
-                lines.append(f"if ({wanted}) *({address}) = ({value})[0];")
+                of_tile.append(f"if ({wanted}) *({address}) = ({value})[0];")
         values = results[len(self.what.stores) :]
         for i, v in enumerate(values):
             most = f"most{i * self.what.maxima // len(values)}"
             lines.append(f"{most} = larger({most}, {self.printer.argument(v, torch.int32)});")
-        return lines
+        return lines, of_tile
 
     def _simple(self) -> list[str]:
-        return self._pass(self.each, self._write(self.each.results))
+        return self._pass(self.each, *self._write(self.each.results))
 
-    def _over_tiles(self, body: list[str], begin: str, end: str) -> list[str]:
+    def _over_tiles(self, before: Sequence[str], lanes: Sequence[str], after: Sequence[str], begin: str, end: str) -> list[str]:
         """Tiles that are full first, without a question for each number."""
         return [
             "        {",
             "            const auto body = [&](long tile, auto is_full) __attribute__((always_inline)) {",
             "                constexpr bool full = decltype(is_full)::value;",
-            *("                " + line for line in body),
+            *("                " + line for line in before),
+            "                OVER_LANES {",
+            *("                    " + line for line in lanes),
+            "                }",
+            *("                " + line for line in after),
             "            };",
             f"            long tile = {begin};",
             f"            const long filled = count / {self.what.tile} < {end} ? count / {self.what.tile} : {end};",
@@ -243,15 +262,15 @@ class _CppParts:
 
     def _loop(self) -> list[str]:
         assert self.finish is not None
-        sums = [f"sums[tile - begin][{i}]" for i in range(len(self.each.results))]
+        sums = [self._sum(i) for i in range(len(self.each.results))]
         values = [v.name for v in self.each.results]
         first = [f"{s} = {v};" for s, v in zip(sums, values, strict=True)]
         more = [f"{s} = {s} + {v};" for s, v in zip(sums, values, strict=True)]
         there = " + message * message_stride"
-        first_pass, next_pass = self._pass(self.each, first, there), self._pass(self.each, more, there)
-        last_pass = self._pass(self.finish, self._write(self.finish.results))
+        first_pass, next_pass = self._pass(self.each, first, more=there), self._pass(self.each, more, more=there)
+        last_pass = self._pass(self.finish, *self._write(self.finish.results))
         return [
-            f"        f32 sums[{self.tiles}][{len(sums)}];",
+            f"        f32 sums[{self.tiles}][{LANES} / LANES][{len(sums)}];",
             "        {",
             "        const long message = 0;",
             *first_pass,

@@ -1,13 +1,13 @@
 """Sums of products in C++, for matrices in a CPU's memory.
 
-A tile of the result, some rows by one or two vectors of 16 columns, stays in registers while k runs; the steps (steps.py),
+A tile of the result, some rows by one or two vectors of columns, stays in registers while k runs; the steps (steps.py),
 traced and printed in vector types (lists/vectors.py), are written out for every vector of the tile, so that the latencies
-of one sum's roundings are hidden behind the others'. Before, the columns of b that a tile needs are packed: one vector of
-16 after the other, for all k, the last filled up with zeros.
+of one sum's roundings are hidden behind the others'. Before, the columns of b that some tiles need, a panel, are packed: one
+vector after the other, for all k, the last filled up with zeros.
 
-Arithmetic bound: a step to nearest with plain sums is 9 instructions for 16 elements (a fused multiply-add, eight for
-rounding: rounding.py). Two vector instructions a cycle at 2.8 GHz make 2 * 16 * 2.8e9 / 9 = 10e9 steps, 20 GFLOP/s for each
-core.
+Arithmetic bound with AVX-512: a step to nearest with plain sums is 9 instructions for 16 elements (a fused multiply-add, eight
+for rounding: rounding.py). Two vector instructions a cycle at 2.8 GHz make 2 * 16 * 2.8e9 / 9 = 10e9 steps, 20 GFLOP/s for
+each core.
 """
 
 import ctypes
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from lowp.tensor.carrier import F32
 from lowp.tensor.lists import cpp
+from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.lists.tracing import Program
-from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, preamble
+from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
 from lowp.tensor.matmul.job import MatmulJob, offsets
 from lowp.tensor.matmul.programs import Programs
 from lowp.tensor.matmul.steps import Steps
@@ -38,10 +39,10 @@ _FIELDS = {  # of a job, as C++ sees it: all of 64 bits
 
 _BODY = r"""
 template <class V> INLINE V read(const float* p) {
-    return __builtin_convertvector(load<f32>(p, LANES), V);
+    return converted<V>(load<f32>(p, LANES));
 }
 template <class V> INLINE V read(const float* p, long stride, long count) {
-    f32 x = {}; for (long l = 0; l < count; l++) x[l] = p[l * stride]; return __builtin_convertvector(x, V);
+    f32 x = {}; for (long l = 0; l < count; l++) x[l] = p[l * stride]; return converted<V>(x);
 }
 INLINE i32 lane_numbers() { i32 n; for (int l = 0; l < LANES; l++) n[l] = l; return n; }
 
@@ -62,7 +63,7 @@ static __attribute__((noinline)) void tile(const Job& job, const float* a, const
         const long end = CHUNK > 1 ? (start + CHUNK < job.depth ? start + CHUNK : job.depth) : job.depth;
         auto products = [&](Lane (&into)[ROWS][VECTORS][STATES]) __attribute__((always_inline)) {
             for (long k = start; k < end; k++, key += PRODUCT_KEYS) {
-                const float* columns_of_k = panel + k * (PANEL * LANES);
+                const float* columns_of_k = panel + k * PANEL;
                 all([&](int r, int v) __attribute__((always_inline)) {
                     multiply_add(splat<Operand>(a[r * job.a_row + k * job.a_k]), read<Operand>(columns_of_k + v * LANES),
                                  into[r][v], uniforms, key, index[r][v], job.tables);
@@ -108,12 +109,12 @@ template <int VECTORS> static void block(const Job& job, const float* a, const f
 }
 
 static void pack(const Job& job, const float* b, long columns, float* panel) {
-    memset(panel, 0, job.depth * PANEL * LANES * sizeof(float));
+    memset(panel, 0, job.depth * PANEL * sizeof(float));
     if (job.b_column == 1) {
-        for (long k = 0; k < job.depth; k++) memcpy(panel + k * PANEL * LANES, b + k * job.b_k, columns * sizeof(float));
+        for (long k = 0; k < job.depth; k++) memcpy(panel + k * PANEL, b + k * job.b_k, columns * sizeof(float));
     } else {
         for (long c = 0; c < columns; c++)
-            for (long k = 0; k < job.depth; k++) panel[k * PANEL * LANES + c] = b[c * job.b_column + k * job.b_k];
+            for (long k = 0; k < job.depth; k++) panel[k * PANEL + c] = b[c * job.b_column + k * job.b_k];
     }
 }
 
@@ -121,14 +122,14 @@ static void pack(const Job& job, const float* b, long columns, float* panel) {
 extern "C" void run(const Job* given, long first, long last) {
     const Subnormals subnormals;
     const Job job = *given;
-    const long blocks = (job.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, panels = (job.columns + PANEL * LANES - 1) / (PANEL * LANES);
-    float* panel = (float*)aligned_alloc(64, (job.depth * PANEL * LANES + LANES) * sizeof(float));
+    const long blocks = (job.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, panels = (job.columns + PANEL - 1) / PANEL;
+    float* panel = (float*)aligned_alloc(64, (job.depth * PANEL + LANES) * sizeof(float));
     long packed = -1;
     for (long unit = first; unit < last; unit++) {
         const long row = unit % blocks * BLOCK_ROWS, product = unit / blocks / panels;
-        const long column = unit / blocks % panels * PANEL * LANES;
+        const long column = unit / blocks % panels * PANEL;
         const long rows = job.rows - row < BLOCK_ROWS ? job.rows - row : BLOCK_ROWS;
-        const long columns = job.columns - column < PANEL * LANES ? job.columns - column : PANEL * LANES;
+        const long columns = job.columns - column < PANEL ? job.columns - column : PANEL;
         if (packed != unit / blocks) {
             pack(job, job.b + job.b_offsets[product] + column * job.b_column, columns, panel);
             packed = unit / blocks;
@@ -137,14 +138,22 @@ extern "C" void run(const Job* given, long first, long last) {
         const float* bias = job.bias;
         if (bias) bias += job.bias_offsets[product] + row * job.bias_row + column * job.bias_column;
         const long element = product * job.rows * job.columns + row * job.out_row + column * job.out_column;
-        if (columns > LANES) block<PANEL>(job, a, panel, bias, job.out + element, rows, columns, (int32_t)element);
-        else block<1>(job, a, panel, bias, job.out + element, rows, columns, (int32_t)element);
+        const auto tiles = [&](long c, long own) __attribute__((always_inline)) {  // `own` columns from `c` on
+            const float* own_bias = bias ? bias + c * job.bias_column : bias;
+            const long place = element + c * job.out_column;
+            if (own > LANES) block<TILE_VECTORS>(job, a, panel + c, own_bias, job.out + place, rows, own, (int32_t)place);
+            else block<1>(job, a, panel + c, own_bias, job.out + place, rows, own, (int32_t)place);
+        };
+        constexpr long most = TILE_VECTORS * LANES;
+        if constexpr (PANEL == most) tiles(0, columns);
+        else for (long c = 0; c < columns; c += most) tiles(c, columns - c < most ? columns - c : most);
     }
     free(panel);
 }
 """
 
 
+_LONGEST_REGISTER = 64  # bytes
 _SHORT = 32  # statements: a step that leaves registers for a tile of two vectors
 
 
@@ -155,8 +164,8 @@ class _CppSource:
         self._programs, self._steps = programs, programs.steps
         self._printer = Printer()
         short = len(programs.multiply_add.statements) < _SHORT and self._steps.states == 1 and self._steps.carrier is F32
-        self.panel = 2 if short else 1
-        self.lanes = 64 // self._steps.carrier.dtype.itemsize  # a register of the longest vectors
+        self.vectors = 2 if short else 1  # of a tile
+        self.panel = self.vectors * _LONGEST_REGISTER // self._steps.carrier.dtype.itemsize  # columns
 
     def text(self) -> str:
         steps, programs = self._steps, self._programs
@@ -169,9 +178,9 @@ class _CppSource:
         sizes = {
             "STATES": steps.states, "UNIFORMS": steps.uniforms, "CHUNK": steps.arithmetic.chunk,
             "PRODUCT_KEYS": programs.product_keys, "SUM_KEYS": programs.sum_keys,
-            "BLOCK_ROWS": _BLOCK_ROWS, "TILE_ROWS": _TILE_ROWS, "PANEL": self.panel,
+            "BLOCK_ROWS": _BLOCK_ROWS, "TILE_ROWS": _TILE_ROWS, "TILE_VECTORS": self.vectors, "PANEL": self.panel,
         }  # fmt: skip
-        lines = [preamble(self.lanes), "#include <cstdlib>", '#define UNROLLED _Pragma("GCC unroll 16")']
+        lines = [preamble(wide=steps.carrier is not F32), "#include <cstdlib>", '#define UNROLLED _Pragma("GCC unroll 16")']
         types = {"Lane": steps.carrier.dtype, "Operand": steps.operand_dtype}
         lines += [f"typedef {TYPES[dtype]} {name};" for name, dtype in types.items()]
         lines += [f"typedef {SCALARS[steps.result_dtype]} Result;"]
@@ -207,13 +216,13 @@ class CppMatmul:
         self._steps, self._tables = steps, tables
         self._addresses = np.array([table.data_ptr() for table in tables], dtype=np.int64)
         source = _CppSource(Programs(steps, tables, device))
-        self._lanes, self._panel_columns = source.lanes, source.panel * source.lanes
+        self._panel_columns, self._narrow = source.panel, source.panel // source.vectors
         self._run = cpp.build(source.text(), (ctypes.c_void_p, ctypes.c_long, ctypes.c_long))
 
     def __call__(self, job: MatmulJob, uniforms: Tensor) -> Tensor:
         result = torch.empty(job.shape, dtype=self._steps.result_dtype)
         a, b, bias, out = job.a, job.b, job.bias, result
-        if job.columns < self._lanes and job.columns < job.rows:
+        if job.columns < self._narrow and job.columns < job.rows:
             # (A B)^T = B^T A^T, product by product: vectors along the rows
             a, b, bias, out = b.mT, a.mT, None if bias is None else bias.mT, result.mT
         keys = job.keys(self._steps)
