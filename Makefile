@@ -14,7 +14,7 @@ setup: $(READY)
 $(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[report]'
 	touch $(RUNS)
 
 $(READY): $(RUNS)

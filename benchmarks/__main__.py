@@ -27,6 +27,7 @@ NAMES = (
     "bits",
     "davidnet",
     "predict",
+    "ablate",
 )
 
 

@@ -35,11 +35,11 @@ from typing import Any
 
 from benchmarks.fashion import verdict
 from benchmarks.harness import RESULTS, facts_of, file_stem, heading, interval, machine_name, table, write
-from benchmarks.links.mps import mps
 from benchmarks.papers import train
 
 from lowp.cli.format_plot import COLOURS, empty_figure, label, save
 from lowp.formats import Rounding
+from lowp.lab.mps import mps
 from lowp.train.check import check
 from lowp.train.reading import read_recipe, with_changes
 from lowp.train.recipe import Recipe

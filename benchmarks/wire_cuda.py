@@ -12,7 +12,8 @@
     fsdp         2 ranks: GPT-2 under FSDP2, with and without rounded gathers and reductions
 
 Ranks are processes that share the GPU and talk through sockets on the loopback interface, as machines do through a network.
-Processes take turns on a GPU. With --mps (links/mps.py) their kernels run at the same time, as those of ranks with a GPU each.
+Processes take turns on a GPU. With --mps (src/lowp/lab/mps.py) their kernels run at the same time, as those of ranks with a GPU
+each.
 Contenders take turns; figures are medians over rounds, and a ratio is taken within a round. With --out or the variable OUT,
 results go there, and else to benchmarks/results.
 """
@@ -34,9 +35,10 @@ from benchmarks.links.contenders import AUTO, BASE, COLLECTIVES, NEEDS_NODES
 from benchmarks.links.contenders import HALF as HALF_COLLECTIVE
 from benchmarks.links.model_steps import CONTENDERS, FSDP, HALF, PLAIN
 from benchmarks.links.models import MODELS
-from benchmarks.links.mps import mps
 from benchmarks.links.namespaces import HERE, LOOPBACK, Topology
 from benchmarks.links.processes import RanksFailedError, end_on_sigterm, run_ranks
+
+from lowp.lab.mps import mps
 
 PARTS = ("step", "bucket", "collective", "ddp", "fsdp")
 STEP_BAR = 1.03  # of the step without a hook

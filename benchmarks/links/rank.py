@@ -34,7 +34,7 @@ def main(plan_path: str, result_path: str) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = torch.device(plan["device"])
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=CALL_TIMEOUT)
     clock = Clock(plan["interface"], device)
     failures: dict[str, str] = {}

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import facts_of, file_stem, heading, machine_name, table, write
-from benchmarks.links.mps import mps
 from benchmarks.links.namespaces import HERE, LOOPBACK, CannotShapeError, Topology, link, network
 from benchmarks.links.processes import RanksFailedError, end_on_sigterm, measured_rate, run_ranks
 from benchmarks.predict.models import NAMES, ON_GPUS, named
 from benchmarks.predict.steps import WIRES
+
+from lowp.lab.mps import mps
 
 MEDIAN, WORST, CHOICE = 0.10, 0.25, 0.05  # what is wanted
 BUDGET = 0.3  # of the error of a plan: all wires here are within
@@ -62,13 +63,13 @@ def _measured(top: Topology, nodes: list, device: str, models: Any, options: arg
     found = run_ranks(top, nodes, plan, timeout=460)
     calibrated, *steps = found["rows"]
     print(f"{top.name}: calibrated in {calibrated['seconds_taken']:.0f} s, load {calibrated['load']:.1f}", flush=True)
-    rows = [row for model in models for row in compared(calibrated["toml"], model, top.ranks, steps)]
+    rows = [row for model in models for row in compared(calibrated["toml"], model, top.ranks, steps, device)]
     failures = [{"failure": f"{what}: {why}"} for what, why in found["failures"].items()]
     about = {"link": top.name, "ranks": top.ranks, "load": os.getloadavg()[0], "calibration": calibrated["seconds_taken"]}
     return [about | row for row in [*rows, *failures]] + [about | {"cluster": calibrated["toml"]}]
 
 
-def compared(toml: str, model: str, ranks: int, steps: list[dict]) -> list[dict]:
+def compared(toml: str, model: str, ranks: int, steps: list[dict], device: str = "cpu") -> list[dict]:
     """Measured and predicted seconds of a model's steps, and which of them a plan chooses."""
     from lowp.predict.cluster_file import cluster_from
     from lowp.predict.gradients import gradients_of
@@ -82,7 +83,9 @@ def compared(toml: str, model: str, ranks: int, steps: list[dict]) -> list[dict]
         return []
     batch = cluster.device.times[named(model)].batch
     predicted = predict(named(model), cluster, list(measured), ranks, batch=batch).steps
-    gradients = gradients_of(subject_of(named(model), batch=4 * ranks), ranks)  # of models that come with no batch
+    gradients = gradients_of(
+        subject_of(named(model), batch=4 * ranks, device=device), ranks
+    )  # of models that come with no batch
     chosen = plan(
         named(model),
         cluster,

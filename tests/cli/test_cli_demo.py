@@ -112,7 +112,10 @@ def test_demo_prints_what_was_measured(stdout, tmp_path, monkeypatch):
     assert f"lowp runs --root {folder} fp32 aps8" in text
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "…" not in text
-    assert all(len(line) <= 80 for line in text.splitlines() if not line.startswith(("  lowp", "As a picture")))
+    assert all(len(line) <= 80 for line in text.splitlines() if not line.startswith(("  lowp", "As a ")))
+    report = folder / "report.html"
+    assert text.endswith(f"As a page: {report}\n")
+    assert "unscaled8" in report.read_text()
 
 
 def test_what_it_says_to_try_exists(stdout, tmp_path, monkeypatch):

@@ -5,9 +5,9 @@ import math
 import pytest
 
 import lowp
-from lowp.cli.binades import binades, code_of, positive_codes
 from lowp.cli.figures import FAMILIES, figures
 from lowp.formats import FORMATS, BlockFormat, Format
+from lowp.formats.binades import binades, code_of, positive_codes
 
 NUMBERS = [entry for entry in FORMATS if isinstance(entry, Format)]
 NAMES = [str(entry) for entry in FORMATS]

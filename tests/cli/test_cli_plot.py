@@ -6,8 +6,9 @@ from fractions import Fraction
 import pytest
 
 import lowp
-from lowp.cli.format_plot import COLOURS, error_steps, gaps
+from lowp.cli.format_plot import COLOURS
 from lowp.formats import Format, reference
+from lowp.formats.gaps import error_steps, gaps
 
 
 def number(name: str) -> Format:

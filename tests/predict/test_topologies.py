@@ -122,6 +122,16 @@ def test_conformance(name):
         assert taken(topology, shared, ranks) >= usual * (1 - 1e-12)
 
 
+def test_messages_from_rank_to_rank_are_slower_than_collectives():
+    """By how much, a level says: NCCL's all-gather and all-reduce are half again as fast as its messages."""
+    slower = replace(flat(), levels=(replace(flat().levels[0], latency=0.0, point_to_point=0.5),))
+    usual = replace(flat(), levels=(replace(flat().levels[0], latency=0.0),))
+    for name, times in {"all_reduce": 1.0, "one_shot": 1.0, "ring": 2.0, "two_shot": 1.5}.items():
+        assert taken(BY_NAME[name], slower, 8, 1e9) == pytest.approx(times * taken(BY_NAME[name], usual, 8, 1e9), rel=1e-6)
+    with pytest.raises(ValueError, match="point_to_point: 0 must be above 0"):
+        replace(flat().levels[0], point_to_point=0.0)
+
+
 @settings(max_examples=40)
 @given(
     st.sampled_from(FLAT),

@@ -26,7 +26,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 SOURCE = TESTS.parent / "src"
-TIMES = {"seconds", "samples_per_second", "step_ms"}  # of a record: not the same run after run
+TIMES = {"seconds", "samples_per_second", "step_ms", "times_ms", "wire_ms"}  # of a record: not the same run after run
 # What may differ between real and virtual ranks: two real ones send float32 by torch's all-reduce, without the padding of
 # messages, and virtual ranks count overflows together.
 OF_THE_RANKS = frozenset({"ranks", "virtual_ranks", "bytes_sent", "overflows"})

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lowp.cli import calibrate, demo, formats, memory, plan, predict, quantize, recipes, runs, tour, train
+from lowp.cli import ablate, calibrate, demo, formats, memory, plan, predict, quantize, recipes, report, runs, tour, train, view
 from lowp.cli.errors import TRACEBACK, OneLineErrors
 from lowp.cli.output import examples, survive_narrow_encodings
 
@@ -65,6 +65,9 @@ app.command("quantize", epilog=quantize.EXAMPLES, context_settings={"ignore_unkn
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("recipes", epilog=recipes.EXAMPLES)(recipes.show_recipes)
 app.command("runs", epilog=runs.EXAMPLES)(runs.show_runs)
+app.command("ablate", epilog=ablate.EXAMPLES)(ablate.ablate)
+app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("view", epilog=view.EXAMPLES)(view.view)
 app.command("memory", epilog=memory.EXAMPLES)(memory.show_memory)
 app.command("predict", epilog=predict.EXAMPLES)(predict.predict_steps)
 app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)

@@ -8,13 +8,16 @@ import io
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lowp.cli.errors import USER_ERRORS
 from lowp.cli.format_plot import check_suffix
 from lowp.cli.output import console, examples
+
+if TYPE_CHECKING:
+    from lowp.train.runs import Run
 
 EXAMPLES = examples(
     ("lowp demo", "under a minute and a half on two cores"),
@@ -49,6 +52,8 @@ def run_demo(
 
 def _watch_all(plot: Path, out: Path | None, ranks: int, seed: int, quick: bool) -> None:
     """The person's part: start the ranks, show what they do, and what came of it."""
+    from rich.markup import escape
+
     from lowp.cli.demo_plot import plot_demo
     from lowp.cli.demo_recipes import variants
     from lowp.cli.demo_screen import Screen
@@ -77,6 +82,23 @@ def _watch_all(plot: Path, out: Path | None, ranks: int, seed: int, quick: bool)
     print_results(chosen, runs, screen)
     plot_demo(chosen, runs, plot)
     print_next(folder, plot, screen)
+    screen.print(f"\nAs a page: [bold]{escape(str(_write_report(runs, folder)))}[/]", soft_wrap=True)
+
+
+def _write_report(runs: list["Run"], folder: Path) -> Path | str:
+    """The page of all five; or what is missing for it."""
+    from lowp.lab.report.document import report_document
+    from lowp.lab.report.page import check_report_packages, page_of
+    from lowp.lab.results import runs_results
+
+    try:
+        check_report_packages()
+    except ValueError as error:
+        return str(error)
+    path = folder / "report.html"
+    results = runs_results([run.path for run in runs])
+    path.write_text(page_of(report_document([results], f"lowp report {folder}/*")), encoding="utf-8")
+    return path
 
 
 def train_all(folder: Path, ranks: int, seed: int, quick: bool) -> None:

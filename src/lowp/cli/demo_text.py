@@ -5,10 +5,10 @@ from pathlib import Path
 from rich.console import Console
 
 import lowp
-from lowp.cli.binades import positive_codes
 from lowp.cli.demo_recipes import EIGHT_BITS, FOUR_BITS, Variant
 from lowp.cli.output import table
 from lowp.formats import BlockFormat
+from lowp.formats.binades import positive_codes
 from lowp.train.runs import Run
 from lowp.train.units import UNKNOWN, bytes_text, share_text
 

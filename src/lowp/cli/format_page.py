@@ -5,10 +5,10 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lowp.cli.binades import binades, code_of
 from lowp.cli.figures import figures
 from lowp.cli.output import console, hexadecimal, short, table, with_power
 from lowp.formats import AnyFormat, BlockFormat, FloatFormat, Format
+from lowp.formats.binades import binades, code_of
 
 if TYPE_CHECKING:
     from rich.table import Table

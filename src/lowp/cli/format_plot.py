@@ -1,13 +1,12 @@
 """`lowp formats --plot`: how far apart a format's values are, and how wrong rounding can be, against magnitude."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-from math import frexp
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from lowp.cli.binades import binades, positive_codes
-from lowp.formats import AnyFormat, BlockFormat, Format, PositFormat
+from lowp.formats import AnyFormat, BlockFormat, Format
+from lowp.formats.binades import positive_codes
+from lowp.formats.gaps import error_steps, gaps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,52 +15,9 @@ if TYPE_CHECKING:
 DEFAULT_PLOT = ("e5m2", "e4m3fn", "posit8", "dynamic8", "int8", "fp16")
 SUFFIXES = (".png", ".svg", ".pdf")
 TEETH = 100  # binades in a picture up to which the teeth of a float's error can be told apart; beyond: the worst of each
-SAMPLES = 64  # of a binade of a format that is too wide to list
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#222222", "#56B4E9", "#8C8C8C")
-
-
-class Gap(NamedTuple):
-    """Two neighbouring positive values, and the point between them at which rounding to nearest changes over."""
-
-    low: float
-    high: float
-    tie: float
-
-    @property
-    def width(self) -> float:
-        return self.high - self.low
-
-    @property
-    def worst_relative_error(self) -> float:
-        """Of the numbers in the gap, the one at the tie is rounded worst."""
-        return max(self.tie - self.low, self.high - self.tie) / self.tie
-
-
-def gaps(fmt: Format) -> Iterator[Gap]:
-    """The gaps between all positive neighbours, ascending; of formats above 16 bits, some in each binade."""
-    codes = positive_codes(fmt)
-    for index in range(len(codes) - 1) if fmt.bits <= 16 else _sampled(fmt):
-        low, high = fmt.value(codes[index]), fmt.value(codes[index + 1])
-        # A posit's tie is the posit with one bit more between the two, which is not the middle where exponents are cut off.
-        tie = fmt.decode_body(2 * codes[index] + 1, fmt.width) if isinstance(fmt, PositFormat) else (low + high) / 2
-        yield Gap(low, high, tie)
-
-
-def error_steps(between: Iterable[Gap], every_gap: bool) -> list[tuple[float, float]]:
-    """(start, worst relative error) of every gap, or of every binade."""
-    if every_gap:
-        return [(gap.low, gap.worst_relative_error) for gap in between]
-    grouped = (list(group) for _, group in groupby(between, key=lambda gap: frexp(gap.low)[1]))
-    return [(group[0].low, max(gap.worst_relative_error for gap in group)) for group in grouped]
-
-
-def _sampled(fmt: Format) -> Iterator[int]:
-    start, last = 0, len(positive_codes(fmt)) - 1
-    for group in binades(fmt):
-        yield from range(start, min(start + len(group.codes), last), max(1, len(group.codes) // SAMPLES))
-        start += len(group.codes)
 
 
 def plot_formats(formats: Sequence[AnyFormat], path: Path) -> None:

@@ -13,6 +13,8 @@ import math
 from abc import ABC, abstractmethod
 from functools import cached_property
 
+from lowp.notebook import html_table
+
 
 class Rounding(enum.StrEnum):
     """How a number between two neighbours of a format becomes one of them."""
@@ -42,6 +44,13 @@ class Format(ABC):
     @abstractmethod
     def family(self) -> str:
         """Which kind of format this is, in one word."""
+
+    def _repr_html_(self) -> str:
+        epsilon = None if math.isnan(self.epsilon) else f"{self.epsilon:.6g}"
+        special = ", ".join(name for name, there in (("inf", self.has_inf), ("NaN", self.has_nan)) if there) or "none"
+        row = (self.bits, f"{self.max:.6g}", f"{self.smallest:.6g}", epsilon, f"{self.dynamic_range:.1f}", special)
+        headings = ("bits", "max", "smallest", "epsilon", "binades", "special values")
+        return html_table(f"{self} ({self.family})", headings, [row], right=range(5))
 
     @property
     def codes(self) -> range:

@@ -7,6 +7,7 @@ from lowp.formats.base import Format
 from lowp.formats.codebook import CodebookFormat
 from lowp.formats.fixed import FixedFormat
 from lowp.formats.floats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, E8M0FNU, FloatFormat
+from lowp.notebook import html_table
 
 MAX_BLOCK_SIZE = 1 << 16
 TENSOR_SCALE_BITS = 24  # significant bits of the one float32 scale of a whole tensor
@@ -43,6 +44,10 @@ class BlockFormat:
     scale: FloatFormat
     tensor_scale: bool = False
     rceil: bool = False
+
+    def _repr_html_(self) -> str:
+        row = (f"{self.bits:g}", self.element, self.size, self.scale, f"{self.max:.6g}", f"{self.smallest:.6g}")
+        return html_table(f"{self} (block)", ("bits", "element", "size", "scale", "max", "smallest"), [row], right=(0, 2, 4, 5))
 
     def __post_init__(self) -> None:
         if not isinstance(self.element, Format) or not isinstance(self.scale, FloatFormat):

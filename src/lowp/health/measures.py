@@ -85,11 +85,12 @@ def _stride(count: int, most: int) -> int:
     return stride
 
 
-def measure(numbers: Tensor, fmt: AnyFormat | None) -> Tensor:
+def measure(numbers: Tensor, fmt: AnyFormat | None, rounded: Tensor | None = None, limit: float | None = None) -> Tensor:
     """Counts and sums for a sample of numbers, in the order of SUMS, EXTREMES and the exponents' bins.
 
     Underflow is a non-zero number that rounds to zero; overflow is what tensor/overflow.py says. Without a format nothing is
-    rounded.
+    rounded. Where somebody has rounded the numbers already, `rounded` is what they became. Then overflow is a finite number
+    that became none, or one beyond `limit`.
     """
     numbers = numbers.reshape(-1) if not isinstance(fmt, BlockFormat) else numbers
     if numbers.dtype != torch.float64:
@@ -99,7 +100,9 @@ def measure(numbers: Tensor, fmt: AnyFormat | None) -> Tensor:
     magnitude = _magnitude(numbers)
     zero, finite = magnitude == 0, magnitude < carrier.infinity
     exact = torch.where(finite, numbers, 0).to(torch.float64)  # squares of float32 numbers fit
-    if fmt is None:
+    if rounded is not None:
+        damage = _damage_done(exact, zero, finite, rounded.reshape(numbers.shape), limit)
+    elif fmt is None:
         nothing = exact.new_zeros(())
         damage = [nothing, nothing, exact.square().sum(), nothing]
     else:
@@ -118,6 +121,15 @@ def _damage(numbers: Tensor, exact: Tensor, zero: Tensor, finite: Tensor, fmt: A
     signal = torch.where(survives, exact, 0)
     noise = torch.where(survives, rounded.to(torch.float64) - exact, 0)
     return [underflow.sum(), overflows(numbers, fmt).sum(), signal.square().sum(), noise.square().sum()]
+
+
+def _damage_done(exact: Tensor, zero: Tensor, finite: Tensor, rounded: Tensor, limit: float | None) -> list[Tensor]:
+    """The same of numbers that were rounded elsewhere, with whatever scale."""
+    survives = finite & rounded.isfinite()
+    beyond = finite & ~survives if limit is None else finite & (~survives | (exact.abs() > limit))
+    signal = torch.where(survives, exact, 0)
+    noise = torch.where(survives, rounded.to(torch.float64) - exact, 0)
+    return [(finite & ~zero & (rounded == 0)).sum(), beyond.sum(), signal.square().sum(), noise.square().sum()]
 
 
 def _magnitude(numbers: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class Sample:
         self._step, self._most = step, most
         self._entries: dict[tuple[str, str, str], Entry] = {}
         self._failures: dict[tuple[str, str, str | None], str] = {}
+        self.rounded: set[tuple[str, str]] = set()  # layers and roles that `see_rounded` has added
         self._arrivals: list[tuple[list[tuple[str, str, str]], Tensor, Any]] = []
 
     @property
@@ -60,6 +61,15 @@ class Sample:
         if (known := self._entries.get(key)) is not None:
             elements, vector = elements + known.elements, merge(vector, known.vector)
         self._entries[key] = Entry(elements, vector, change)
+
+    def see_rounded(self, layer: str, role: str, label: str, numbers: Tensor, rounded: Tensor, limit: float | None) -> None:
+        """Add numbers that somebody else has rounded, and what they became. `label` says to what."""
+        key, elements = (layer, role, label), local_part(numbers).numel()
+        vector = measure(sample(numbers, self._most), None, sample(rounded, self._most), limit)
+        if (known := self._entries.get(key)) is not None:
+            elements, vector = elements + known.elements, merge(vector, known.vector)
+        self._entries[key] = Entry(elements, vector)
+        self.rounded.add((layer, role))
 
     @contextmanager
     def attempt(self, layer: str, role: str, fmt: AnyFormat | None = None) -> Iterator[None]:

@@ -32,6 +32,7 @@ from lowp.health.measures import sample as sample_of
 from lowp.health.samples import HealthLog, Sample, table
 
 ROLES = ("weights", "activations", "gradients", "updates", "states")
+SHOWN = ("errors", "sent")  # roles that a watch cannot find by itself: somebody has to show them (`Watch.observe`)
 
 FormatChoice = str | AnyFormat | Mapping[str, str | AnyFormat] | None
 
@@ -56,7 +57,8 @@ def watch(
 
     One record for each (step, layer, role). Roles are weights and gradients (as the optimizer finds them), activations (the
     outputs of layers, in all forward passes of the step that have gradients enabled), updates (as intended, before rounding)
-    and states of the optimizer. A record holds, of the elements looked at (`sampled`):
+    and states of the optimizer. Who rounds numbers elsewhere can show them before and after (`observe`): so `lowp train`
+    watches errors, what a rank sends, and the simulated formats. A record holds, of the elements looked at (`sampled`):
 
     - `underflow`, `overflow`: fractions of the finite non-zero numbers that become zero, or too large, in `format`;
     - `sqnr_db`: 10 log10(sum x^2 / sum (x - q)^2) of those that do not overflow; None if nothing is rounded away;
@@ -163,6 +165,22 @@ class Watch:
         self.flush()
         return table(self._log.samples[-1] if self._log.samples else [], rows)
 
+    @property
+    def sampling(self) -> bool:
+        """Is a sample open? Outside of one, `observe` does nothing."""
+        return self._sample is not None
+
+    def observe(self, role: str, layer: str, numbers: Tensor, rounded: Tensor, label: str, limit: float | None = None) -> None:
+        """See numbers before and after somebody has rounded them, to what `label` says ("e5m2/aps").
+
+        What is finite and becomes infinite or NaN has overflowed, and so has what is beyond `limit`. Such numbers count instead
+        of those that the watch finds by itself for the same layer and role.
+        """
+        if self._sample is None or role not in (*self._roles, *SHOWN):
+            return
+        with torch.no_grad(), self._sample.attempt(layer, role):
+            self._sample.see_rounded(layer, role, label, numbers, rounded, limit)
+
     def flush(self) -> None:
         """Write the samples that are complete."""
         self._log.write()
@@ -267,7 +285,9 @@ class Watch:
                         self._see("states", f"{name}.{key}", tensor)
 
     def _see(self, role: str, layer: str, tensor: Tensor) -> None:
-        if self._sample is not None and role in self._roles and (tensor.is_floating_point() or tensor.is_complex()):
+        if self._sample is None or role not in self._roles or (layer, role) in self._sample.rounded:
+            return
+        if tensor.is_floating_point() or tensor.is_complex():
             with self._sample.attempt(layer, role):
                 fmt = self._formats[role] if role in self._formats else own_format(tensor.dtype.to_real())
                 self._sample.see(layer, role, fmt, tensor)

@@ -10,6 +10,8 @@ racks. A message between two ranks takes the links of the innermost level that b
 - `burst`: bytes that pass at once after a pause, as a token bucket lets them: shaped links and cloud instances have one.
 - `processor`: seconds that the computation of a rank loses for each byte that the rank sends, where the network's work is done
   by the processors that compute. (As many bytes are received meanwhile.)
+- `point_to_point`: the share of the bandwidth that messages from rank to rank reach, where collectives (all-reduce, all-gather)
+  are faster, as NCCL's are.
 - `separate`: a rank reaches these links past those inside (a network card beside NVLink): both carry messages at the same time.
   Else what a rank sends on all levels goes through one port, one after the other.
 
@@ -43,12 +45,15 @@ class LinkLevel:
     latencies: tuple[tuple[float, float], ...] = ()  # (bytes of a message, seconds), ascending; empty: `latency` for all
     burst: float = 0.0
     processor: float = 0.0
+    point_to_point: float = 1.0
 
     def __post_init__(self) -> None:
         _positive(self, "bandwidth")
         for name in ("latency", "overhead", "burst", "processor"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name):g} must be at least 0")
+        if not 0 < self.point_to_point <= 1:
+            raise ValueError(f"point_to_point: {self.point_to_point:g} must be above 0 and at most 1")
         for name in ("ranks", "shared"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")

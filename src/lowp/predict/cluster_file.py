@@ -27,6 +27,7 @@
     burst = "64 kB"                     # passes at once after a pause
     processor = "0.5 ns"                # that computation loses for each byte sent, where it shares processors with the network
     shared = 4                          # ranks that share a link
+    point_to_point = 0.6                # of the bandwidth: what messages from rank to rank reach, where collectives are faster
     separate = true                     # from the links of the levels inside: both carry at once
 
     [stragglers]
@@ -179,6 +180,7 @@ def _level(keys: "TomlKeys") -> LinkLevel:
         latencies,
         keys.quantity("burst", SIZE, 0.0),
         keys.quantity("processor", SECONDS, 0.0),
+        keys.number("point_to_point", 1.0, least=0, most=1),
     )
     keys.end()
     return level
@@ -244,6 +246,7 @@ def _level_lines(level: LinkLevel) -> list[str]:
         *([f"burst = {_quoted(exact_text(level.burst, SIZE))}"] if level.burst else []),
         *([f"processor = {_time(level.processor)}"] if level.processor else []),
         f"shared = {level.shared}",
+        *([f"point_to_point = {level.point_to_point!r}"] if level.point_to_point != 1 else []),
         *(["separate = true"] if level.separate else []),
     ]
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lowp.notebook import html_table
 from lowp.simulation.layers import OFF, SUMS, SimulatedLayer
 from lowp.simulation.modules import LAYER
 
@@ -56,6 +57,9 @@ class Description:
         for cells in self._cells():
             table.add_row(*cells, style="dim" if cells[Described._fields.index("format")] == OFF else None)
         return table
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), Described._fields, self._cells(), right=(Described._fields.index("elements"),))
 
     def show(self) -> None:
         """Print it."""

@@ -14,8 +14,9 @@ The scale is that of the first matching entry that gives the role one, else the 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,17 @@ FormatName = str | AnyFormat | None
 ArithmeticName = str | Format | Arithmetic | None
 Selector = str | type | Callable[[str, nn.Module], bool]
 Rules = Mapping[Any, Mapping[str, Any]]  # selectors; formats by role, and "scale"
+
+
+class Observer(Protocol):
+    """Who is shown numbers before and after they are rounded, while it is `sampling`: `lowp.health.watch` returns one."""
+
+    @property
+    def sampling(self) -> bool: ...
+
+    def observe(
+        self, role: str, layer: str, numbers: Tensor, rounded: Tensor, label: str, limit: float | None = None
+    ) -> None: ...
 
 
 class Plan(NamedTuple):
@@ -84,6 +96,7 @@ class SimulatedLayer:
     bounds: dict[str, Tensor] = field(default_factory=dict)
     calibrated: dict[str, dict[int, float]] = field(default_factory=dict)  # role, place, largest magnitude
     fixed: dict[str, dict[int, str]] = field(default_factory=dict)  # the same as exponents: see `Target.scale`
+    parameter_names: tuple[str, ...] = ()
 
     @property
     def kind(self) -> type:
@@ -170,6 +183,19 @@ class SimulatedLayer:
 
     def _target(self, role: str, tensor: Tensor, place: int) -> Target | None:
         """How a role's tensor, the `place`-th of its kind in this layer, is rounded now."""
+        target = self._unwatched(role, tensor, place)
+        if target is None or torch.compiler.is_compiling():
+            return target
+        watch = self.simulation.watch
+        if watch is None or not watch.sampling or self.simulation.rank:
+            return target
+        of_parameter = role in ("weights", "gradients") and place < len(self.parameter_names)
+        name = f"{self.name}.{self.parameter_names[place]}" if of_parameter else self.name
+        label = target.format if self.scales[role] == NONE else f"{target.format}/{self.scales[role]}"
+        limit = parse_format(target.format).max if target.scale == "none" else None
+        return replace(target, shown=partial(_show, watch, role, name, label, limit))
+
+    def _unwatched(self, role: str, tensor: Tensor, place: int) -> Target | None:
         if (ready := self.ready[role]) is not None:
             return ready
         plan = self.plans[role]
@@ -209,6 +235,10 @@ class SimulatedLayer:
         if self.channel_axis is not None:
             return self.channel_axis
         return 1 if tensor.dim() in (4, 5) and not self.parameters else -1
+
+
+def _show(watch: Observer, role: str, name: str, label: str, limit: float | None, numbers: Tensor, rounded: Tensor) -> None:
+    watch.observe(role, name, numbers, rounded, label, limit)
 
 
 def _count(output: Any) -> int:

@@ -7,6 +7,7 @@ The gradient passes straight through the rounding of the value. A target does, i
 3. divide by the power.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ class Target:
     bounds: Tensor | None = None  # the maximum to scale by, at `place`; the tensor's own where that is not positive
     place: int = 0
     as_node: bool = False  # one node of a graph (tensor/node.py), also where a compiler behind Dynamo calls this
+    shown: Callable[[Tensor, Tensor], None] | None = None  # is shown the tensor and what became of it, if anybody watches
 
     @property
     def key(self) -> tuple:
@@ -56,7 +58,8 @@ class Target:
     @property
     def remembers(self) -> bool:
         """Does it write to something, or raise, when it rounds?"""
-        return self.overflows is not None or self.seen is not None or self.bounds is not None or self.scale.startswith(UNKNOWN)
+        tensors = (self.overflows, self.seen, self.bounds)
+        return any(each is not None for each in tensors) or self.shown is not None or self.scale.startswith(UNKNOWN)
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
@@ -81,6 +84,8 @@ class Target:
             let_dynamo_fall_back()
         if self.overflows is not None:
             self.overflows.add_(left)
+        if self.shown is not None:
+            self.shown(x.detach(), rounded.detach())
         return rounded
 
 

@@ -175,6 +175,7 @@ def _layers_of(model: nn.Module, simulation: Simulation) -> list[tuple[nn.Module
                 has_matrix=any(value.dim() > 1 for value in own.values()),
                 channel_axis=channel_axis(module),
                 parameters=len(module._parameters),
+                parameter_names=tuple(module._parameters),
                 elements={"weights": sum(sizes.values()), "gradients": sum(sizes[key] for key in owned)},
                 simulation=simulation,
             )

@@ -14,6 +14,7 @@ from lowp.simulation.layers import (
     SUMS,
     ArithmeticName,
     FormatName,
+    Observer,
     Rules,
     SimulatedLayer,
     checked_format,
@@ -25,7 +26,7 @@ from lowp.simulation.scales import NONE, Scale, checked_scales
 from lowp.simulation.selection import Rule, ends, selected
 
 _STEPS = 40  # bits of a moment that count steps; those above are the rank
-_NOT_COPIED = ("_model", "hooks")  # they belong to one model and its parameters
+_NOT_COPIED = ("_model", "hooks", "watch")  # they belong to one model and its parameters
 
 Overflowed = dict[str, set[str]]  # layers and their roles
 ScaleNames = str | Mapping[str, str]
@@ -78,6 +79,7 @@ class Simulation:
         self.calibrating = False
         self.computing = 0  # how many forward passes of torch's own modules are under way (see weights.py)
         self.hooks: Any = WeakTensorKeyDictionary()  # of the parameters that layers share: layer and handle
+        self.watch: Observer | None = None  # is shown what rank 0 rounds, in passes that are not compiled
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._settings = _SimulationSettings(dict.fromkeys((*ROLES, SUMS)), dict.fromkeys(ROLES, NONE), (), False, {})
         self._step = self._rank = 0
@@ -87,7 +89,7 @@ class Simulation:
         return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, hooks=WeakTensorKeyDictionary(), _model=None)
+        vars(self).update(state, hooks=WeakTensorKeyDictionary(), watch=None, _model=None)
 
     def unhook(self, layers: Collection[SimulatedLayer]) -> None:
         """Round the gradients of parameters that these layers share no more: of those that they have, and of those they had."""

@@ -2,11 +2,12 @@
 
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from lowp.health.memory import memory
+from lowp.health.memory import MEMORY_ROLES, memory
 from lowp.train.trainer import Trainer
 
 
@@ -18,6 +19,8 @@ class Account:
         self._before = saved or {"seconds": 0.0, "bytes_sent": 0.0, "bytes_of_fp32": 0.0}
         self.best_accuracy: float | None = self._before.get("best_accuracy")
         self._step_seconds: list[float] = list(self._before.get("step_seconds", ()))  # means of stretches between two records
+        # The same by phase (step_clock.py), where it is known; of checkpoints of older versions it is not
+        self._phase_seconds: list[dict[str, float]] = list(self._before.get("phase_seconds", ()))
         self._clock = time.perf_counter()
         self._since = (trainer.step, self._clock)  # where the present stretch began
 
@@ -29,6 +32,7 @@ class Account:
             "bytes_of_fp32": of_fp32,
             "best_accuracy": self.best_accuracy,
             "step_seconds": self._step_seconds,
+            "phase_seconds": self._phase_seconds,
         }
 
     def _seconds(self) -> float:
@@ -53,6 +57,8 @@ class Account:
         self._since = (trainer.step, now)
         each = (now - began) / (trainer.step - begin)
         self._step_seconds.append(each)
+        phases = trainer.clock.take()
+        self._phase_seconds += [phases] if phases else []
         sent, of_fp32 = self._bytes()
         scale = trainer.loss_scale
         return {
@@ -68,6 +74,7 @@ class Account:
             "loss_scale": None if scale is None else scale.value,
             "skipped": 0 if scale is None else scale.skipped,
             "wire": trainer.wire,
+            "times_ms": _milliseconds(phases),
         }
 
     def test_record(self) -> dict[str, Any]:
@@ -96,8 +103,20 @@ class Account:
             "bytes_of_fp32": round(of_fp32),
             "memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else counted.total,
             "bytes_per_parameter": counted.bytes_per_parameter,
+            "memory": {role: counted.bytes_of(role) for role in MEMORY_ROLES},
+            "times_ms": _milliseconds(self._phases()),
+            "wire_ms": _milliseconds(trainer.exchange.seconds()),
             "parameters": sum(p.numel() for p in trainer.model.parameters()),
             "ranks": trainer.world.ranks,
             "virtual_ranks": trainer.recipe.virtual_ranks,
             "device": trainer.world.device.type,
         }
+
+    def _phases(self) -> dict[str, float]:
+        """Medians of the stretches, as of the whole step. They add up to about the step, less what is done between steps."""
+        names = dict.fromkeys(name for phases in self._phase_seconds for name in phases)
+        return {name: statistics.median(phases.get(name, 0.0) for phases in self._phase_seconds) for name in names}
+
+
+def _milliseconds(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: 1e3 * each for name, each in seconds.items()}

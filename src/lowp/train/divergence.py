@@ -1,5 +1,7 @@
 """Where a run that diverged went wrong: the first thing, in the order of computation, that is not finite."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +17,30 @@ class Diverged(FloatingPointError):
     """Training cannot go on. The message names the step and the layer; the state before the step is saved."""
 
 
-def first_not_finite(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> str | None:
-    """A sentence about the first thing that is not finite: a weight, the inputs, or a layer's output."""
+Batches = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What is not finite, in a sentence; the layer or parameter, and the rank that met it, where there is one."""
+
+    sentence: str
+    layer: str | None = None
+    rank: int | None = None
+
+
+def first_not_finite(model: nn.Module, batches: Mapping[int, Batches]) -> Trouble | None:
+    """The first thing that is not finite: a weight, the inputs of a rank, or a layer's output for them."""
     weight = bad_weight(model)
     if weight is not None:
-        return f"the weights of {weight!r} are not finite"
-    if any(inputs.is_floating_point() and not bool(inputs.isfinite().all()) for inputs, _ in batches):
-        return "the inputs are not finite"
-    layer = _first_bad_layer(model, batches)
-    return None if layer is None else f"the first layer whose output is not finite is {layer!r}"
+        return Trouble(f"the weights of {weight!r} are not finite", weight)
+    for rank, own in batches.items():
+        if any(inputs.is_floating_point() and not bool(inputs.isfinite().all()) for inputs, _ in own):
+            return Trouble("the inputs are not finite", None, rank)
+    for rank, own in batches.items():
+        if (layer := _first_bad_layer(model, own)) is not None:
+            return Trouble(f"the first layer whose output is not finite is {layer!r}", layer, rank)
+    return None
 
 
 def bad_weight(model: nn.Module) -> str | None:
@@ -31,7 +48,7 @@ def bad_weight(model: nn.Module) -> str | None:
 
 
 @torch.no_grad()
-def _first_bad_layer(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> str | None:
+def _first_bad_layer(model: nn.Module, batches: Batches) -> str | None:
     """The first layer whose output is not finite for some of the inputs. The model's buffers stay as they are."""
     found: list[str] = []
 

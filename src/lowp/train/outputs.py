@@ -6,10 +6,14 @@ from typing import Any
 
 from lowp import health
 from lowp.train.json_lines import JsonLines
+from lowp.train.numerics import wire_settings
 from lowp.train.progress import Progress
 from lowp.train.rundir import RunDirectory
+from lowp.train.sent import SentGradients
 from lowp.train.sinks import Sink, open_sinks
 from lowp.train.trainer import Trainer
+from lowp.wire.naming import all_names
+from lowp.wire.settings import Parameters
 
 
 class Outputs:
@@ -42,13 +46,22 @@ class Outputs:
             self._watch_health(stack, directory.health, settings.health)
 
     def _watch_health(self, stack: ExitStack, path: Path, every: int) -> None:
-        """Numeric health of this rank. Steps that the loss scale leaves out are no steps of the optimizer."""
+        """Numeric health of this rank: what the watch finds by itself, what simulated layers round, and what travels.
+
+        Steps that the loss scale leaves out are no steps of the optimizer.
+        """
         trainer = self._trainer
         done = trainer.step - (0 if trainer.loss_scale is None else trainer.loss_scale.skipped)
         lines = JsonLines(path)
         lines.rewind(done)
         lines.close()
-        stack.enter_context(health.watch(trainer.model, trainer.optimizer, every=every, path=path, step=done))
+        watch = stack.enter_context(health.watch(trainer.model, trainer.optimizer, every=every, path=path, step=done))
+        if trainer.numerics.simulation is not None:
+            trainer.numerics.simulation.watch = watch
+        if trainer.placement is None:
+            shapes = {name: parameter.shape for name, parameter in trainer.parameters.items()}
+            wire = Parameters(shapes, wire_settings(trainer.recipe, trainer.steps_per_epoch), all_names(trainer.model))
+            trainer.exchange.before_travel = SentGradients(watch, wire, trainer.recipe.shares, lambda: trainer.step)
 
     def write(self, record: dict[str, Any]) -> None:
         if self._lines is not None:

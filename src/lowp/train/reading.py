@@ -73,6 +73,11 @@ def with_changes(recipe: Recipe, /, **changes: Any) -> Recipe:
     return _validated(_changed(document, named), f"recipe {recipe.name}")
 
 
+def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """The same recipe with some keys changed, as `read_recipe` takes them: `with_overrides(recipe, ["wire.format=e5m2"])`."""
+    return _validated(_changed(plain(recipe), [_override(each) for each in overrides]), f"recipe {recipe.name}")
+
+
 def _document(text: str) -> tuple[Any, str]:
     """What the text names, and how an error calls it."""
     if text.endswith(".toml"):

@@ -9,6 +9,7 @@ import math
 import signal
 import tomllib
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lowp.tensor.lists.function import plain_because
 from lowp.train import saving
 from lowp.train.account import Account
 from lowp.train.cuda_settings import cuda_settings
-from lowp.train.divergence import DIVERGED, Diverged, bad_weight, first_not_finite
+from lowp.train.divergence import DIVERGED, Diverged, Trouble, bad_weight, first_not_finite
 from lowp.train.environment import environment
 from lowp.train.json_lines import read_lines
 from lowp.train.launch import DIVERGED as DIVERGED_CODE
@@ -160,7 +161,7 @@ class _TrainingRun:
                 if (signal := self._stop.agreed()) is not None and trainer.step < trainer.steps:
                     return self._stopped(signal.name)
         except DIVERGED as error:
-            self._diverged(str(error))
+            self._diverged(str(error), getattr(error, "parameter", None))
         record = self.account.end_record(self._test or trainer.test())
         self.outputs.end(record)
         return record
@@ -208,7 +209,7 @@ class _TrainingRun:
         if trainer.step % (recipe.checkpoints.every or trainer.steps_per_epoch) == 0 or last:
             trainer.confirm()
             if (name := self._first_found(bad_weight(trainer.model))) is not None:
-                self._diverged(f"the weights of {name!r} are not finite", save=False)
+                self._diverged(f"the weights of {name!r} are not finite", name, save=False)
             self._save()
 
     def _save(self) -> None:
@@ -228,20 +229,24 @@ class _TrainingRun:
         self.outputs.status(state="stopped", message=where)
         return {"kind": "stopped", "step": self.trainer.step, "signal": signal}
 
-    def _diverged(self, error: str, save: bool = True) -> None:
-        """Say what is not finite, save what was there before the step, and end."""
-        trainer = self.trainer
-        batches = [batch for rank in trainer.exchange.ranks for batch in trainer.micro_batches(rank)]
-        found = self._first_found(first_not_finite(trainer.model, batches)) if trainer.placement is None else error
-        message = f"diverged in step {trainer.step}: {found or 'outputs are finite, gradients are not'} ({error})"
+    def _diverged(self, error: str, layer: str | None = None, save: bool = True) -> None:
+        """Say what is not finite, save what was there before the step, and end. `layer` is what the error is about."""
+        trainer, found = self.trainer, Trouble(error, layer)
+        if trainer.placement is None:
+            batches = {rank: trainer.micro_batches(rank) for rank in trainer.exchange.ranks}
+            here = first_not_finite(trainer.model, batches)
+            met = self._first_found(None if here is None else asdict(here))
+            found = Trouble("outputs are finite, gradients are not", layer) if met is None else Trouble(**met)
+        message = f"diverged in step {trainer.step}: {found.sentence} ({error})"
         if save:
             self._save()
-        self.outputs.write({"kind": "event", "step": trainer.step, "message": message})
+        where = {"layer": found.layer, "rank": found.rank}
+        self.outputs.write({"kind": "event", "step": trainer.step, "message": message, **where})
         self.outputs.status(state="diverged", message=message)
         raise Diverged(message)
 
-    def _first_found(self, sentence: str | None) -> str | None:
-        """What the first rank that found anything has found."""
-        answers = self.world.gather(json.dumps(sentence).encode())
+    def _first_found(self, finding: Any) -> Any:
+        """What the first rank that found anything, something else than None, has found."""
+        answers = self.world.gather(json.dumps(finding).encode())
         found = next((answer for answer in answers if answer != b"null"), b"null")
         return json.loads(self.world.tell(found if self.world.first else None))

@@ -65,7 +65,7 @@ class RunDirectory:
         check_directory(path, resume)
         with explained(RunError, f"create {path}"):
             make_directory(path)
-        lock = _take_lock(path / LOCK)
+        lock = take_lock(path / LOCK)
         try:
             check_directory(path, resume)  # two may have begun at once, and the other had the lock first
             run = cls(path, lock, resumed=(path / RECIPE).exists())
@@ -163,7 +163,7 @@ def check_directory(path: Path, resume: bool) -> None:
 _held: WeakSet[FileIO] = WeakSet()
 
 
-def _take_lock(path: Path) -> FileIO:
+def take_lock(path: Path) -> FileIO:
     """The open file whose lock this process now holds; RunError with the holder's name if it does not give it up."""
     with explained(RunError, f"lock {path}"):
         file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")

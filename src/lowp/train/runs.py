@@ -9,16 +9,19 @@ killed still calls itself running. Its lock tells: it dies with the process.
 
 import fcntl
 import json
+import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from lowp.names import did_you_mean
+from lowp.notebook import html_table
 from lowp.train.rundir import ENVIRONMENT, LOCK, RECIPE, STATUS
-from lowp.train.units import share_of_fp32
+from lowp.train.units import bytes_text, duration_text, number_text, share_of_fp32, share_text
 
 METRICS = "metrics.jsonl"
 
@@ -82,6 +85,20 @@ class Run:
     @property
     def share_of_fp32(self) -> float | None:
         return share_of_fp32(self.bytes_sent, self.bytes_of_fp32)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the key figures."""
+        figures = (
+            ("state", self.state),
+            ("epoch", number_text(self.epoch)),
+            ("accuracy", share_text(self.accuracy)),
+            ("loss", number_text(self.loss)),
+            ("sent by a rank", bytes_text(self.bytes_sent)),
+            ("of fp32", share_text(self.share_of_fp32)),
+            ("ms a step", number_text(self.step_ms)),
+            ("time", duration_text(self.seconds)),
+        )
+        return html_table(f"{self.name} {self.message}".strip(), [name for name, _ in figures], [[text for _, text in figures]])
 
     def of_kind(self, kind: str) -> list[Record]:
         return [record for record in self.records if record["kind"] == kind]
@@ -182,12 +199,29 @@ def _figures(records: list[Record], status: Record, recipe: dict[str, Any]) -> d
 
 def _recipe(path: Path, damage: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        own, rest = _taken_apart(path.read_text())
+        return tomllib.loads(own) | _toml(rest)
     except FileNotFoundError:
         damage.append(f"{path} is missing")
     except ValueError as error:  # no TOML, or no text
         damage.append(f"{path}: {error}")
     return {}
+
+
+_OF_ONE_RUN = re.compile(r'^(?:name = "[\w.-]+"|seed = \d+)(?: *#.*)?$', re.MULTILINE)
+
+
+def _taken_apart(text: str) -> tuple[str, str]:
+    """The lines that differ from run to run of one setting, and the rest. To parse TOML takes most of the time of reading a
+    run, and of the runs of a study it is the same text again and again."""
+    head, bracket, tables = text.partition("\n[")
+    own = "\n".join(_OF_ONE_RUN.findall(head))
+    return own, _OF_ONE_RUN.sub("", head) + bracket + tables
+
+
+@lru_cache(maxsize=4096)
+def _toml(text: str) -> dict[str, Any]:
+    return tomllib.loads(text)
 
 
 def _object(path: Path, damage: list[str]) -> dict[str, Any]:

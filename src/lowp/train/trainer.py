@@ -41,6 +41,7 @@ from lowp.train.parallel import Placement, RealTeam, VirtualTeam, pipeline_model
 from lowp.train.plugins import blamed, load_plugin
 from lowp.train.randomness import seed_of, seed_torch
 from lowp.train.recipe import Recipe
+from lowp.train.step_clock import COMPUTE, EXCHANGE, INPUT, UPDATE, StepClock
 from lowp.train.update import ANSWER_LATER, CheckedUpdate, GatedUpdate, OptimizerStep
 from lowp.train.world import World
 
@@ -75,6 +76,7 @@ class Trainer:
         self._in_model = blamed(self._model_name)
         self._filter = load_plugin(recipe.data.filter, "data.filter") if recipe.data.filter else None
         self._metrics = Metrics(self.exchange.ranks, recipe.shares, device)
+        self.clock = StepClock(device)
         self._answers_later = device.type in ANSWER_LATER and self._may_answer_later()
         self._update = self._make_update()
         buffers = BufferCopies(self.model)  # before the steps of even and of odd numbers
@@ -165,7 +167,10 @@ class Trainer:
         self.numerics.begin(self.step, rank)
         for parameter in self.parameters.values():
             parameter.grad = None
-        for micro, (inputs, targets) in enumerate(self.micro_batches(rank)):
+        self.clock.enter(INPUT)
+        batches = self.micro_batches(rank)
+        self.clock.enter(COMPUTE)
+        for micro, (inputs, targets) in enumerate(batches):
             seed_torch(seed_of(recipe.seed, "forward", self.step, rank, micro), self.world.device)
             if self._filter is not None:
                 keep = self._filter(self.model, inputs, targets)
@@ -176,6 +181,7 @@ class Trainer:
                 loss = self._backward(self._laid_out(inputs), targets, rank)
                 self._metrics.add_loss(rank, loss, 1 / recipe.accumulate)
             self._metrics.add_samples(rank, targets.numel())
+        self.clock.enter(EXCHANGE)
 
     def _backward(self, inputs: Tensor, targets: Tensor, rank: int) -> Tensor:
         """Forward and backward of one micro-batch; its loss."""
@@ -223,10 +229,12 @@ class Trainer:
         self._buffers_before[self.step % 2].save()
         try:
             try:
+                self.clock.enter(EXCHANGE)
                 with self._weights_cast_once():
                     self.exchange.reduce(self._gradients)
             finally:
                 self._confirm()  # also where this step failed: the weights that it was given may be the cause
+            self.clock.enter(UPDATE)
             if self.loss_scale is None:
                 self._update.take()
             else:
@@ -237,6 +245,7 @@ class Trainer:
             raise
         self.numerics.agree()
         self.numerics.observe(self.parameters)
+        self.clock.step_done()
         self.step += 1
         self._metrics.steps += 1
 
@@ -262,6 +271,7 @@ class Trainer:
         self._buffers_before[self.step % 2].restore()
         self._feed.forget()
         self._metrics.forget()
+        self.clock.leave()
 
     def take_metrics(self) -> dict[str, float]:
         """Loss and accuracy over the steps since the last call, of all ranks."""

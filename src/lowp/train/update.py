@@ -113,7 +113,7 @@ class CheckedUpdate:
         elif self._world is not None and bad:
             self._world.sum(torch.ones(1))
         if bad:
-            raise NonFiniteGradient(f"the gradient of {bad[0]!r} is infinite or NaN")
+            raise NonFiniteGradient(f"the gradient of {bad[0]!r} is infinite or NaN", bad[0])
 
 
 class _Copies:

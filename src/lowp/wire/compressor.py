@@ -206,7 +206,7 @@ class Compressor:
             first = min(bad, key=self._parameters.numbers.__getitem__)
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise NonFiniteGradient(
-                f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank"
+                f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank", first
             )
 
     def _nonfinite(self, marks: list[tuple[tuple[str, ...], Marks]]) -> list[str]:

@@ -135,12 +135,14 @@ class Parcel:
 class Wait:
     """What a rank does until it waits, and the messages that it then waits for. After the last wait there is work alone.
 
-    `work`: (what, stage, shards), where what is "encode", "add" (decode and add to a sum) or "decode".
+    `work`: (what, stage, shards), where what is "encode", "add" (decode and add to a sum) or "decode". `gathers`: are all
+    messages sent and received by one all-gather, where there is one?
     """
 
     work: tuple[tuple[str, Stage, int], ...]
     sent: tuple[Parcel, ...] = ()
     received: tuple[Parcel, ...] = ()
+    gathers: bool = False
 
 
 # A shard has so many numbers in float32, and at each stage another number of scale bytes: the length of a message then says at
@@ -163,6 +165,7 @@ class RoundsLink(CountingLink):
         super().__init__(rank, world)
         self.sent: list[Parcel] = []
         self.received: list[Parcel] = []
+        self.gathers = False
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Any]:
         self.sent += [_parcel(peer, message.numel()) for peer, message in sends.items() if peer != self.rank]
@@ -173,6 +176,7 @@ class RoundsLink(CountingLink):
         others = [peer for peer in range(self.world) if peer != self.rank]
         self.sent += [_parcel(peer, lengths[self.rank]) for peer in others]
         self.received += [_parcel(peer, lengths[peer]) for peer in others]
+        self.gathers = True
         return super().share(messages, lengths)
 
 
@@ -248,9 +252,9 @@ def waits_of(reduction: Reduction, rank: int, world: int, kahan: bool = False) -
 
     def noted() -> None:
         work = tuple((what, stage, count) for (what, stage), count in sorted(rules.work.items()))
-        found.append(Wait(work, tuple(link.sent), tuple(link.received)))
+        found.append(Wait(work, tuple(link.sent), tuple(link.received), link.gathers))
         rules.work.clear()
-        link.sent, link.received = [], []
+        link.sent, link.received, link.gathers = [], [], False
 
     for _ in reduction.exchange(job):
         noted()

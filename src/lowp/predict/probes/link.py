@@ -10,6 +10,8 @@ once. A round of `count` messages of `size` bytes takes, as the predictor has it
 3. `burst` is what passes at once after a pause, as token buckets of shaped links and of cloud instances let it: where the line
    through the two largest sizes leads to less than a message of a few bytes takes.
 4. What remains is the latency of each size.
+5. On CUDA, where NCCL's collectives are faster than messages from rank to rank, the bandwidth is that of an all-gather, and
+   `point_to_point` what messages reach of it.
 """
 
 import statistics
@@ -17,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from lowp.predict.cluster import LinkLevel
 from lowp.predict.probes.meeting import Meeting
@@ -73,8 +76,31 @@ def link_level(meeting: Meeting, name: str, ring: list[int], seconds: float, sen
     """The links between the ranks of a ring, measured by all of them at once, or by those alone that send."""
     largest = LARGEST[meeting.device.type]
     neighbours = RingNeighbours(meeting, ring, largest)
-    times = _by_size(meeting, neighbours, largest, seconds, sends)
-    return fitted(name, times)
+    if meeting.device.type == "cpu":
+        return fitted(name, _by_size(meeting, neighbours, largest, seconds, sends))
+    level = fitted(name, _by_size(meeting, neighbours, largest, seconds / 2, sends))
+    if not sends or len(ring) < meeting.ranks:  # an all-gather is of all ranks
+        return level
+    gathered = _gathering_rate(meeting, largest, seconds / 2)
+    faster = max(gathered, level.bandwidth)
+    return replace(level, bandwidth=faster, point_to_point=level.bandwidth / faster)
+
+
+def _gathering_rate(meeting: Meeting, largest: int, seconds: float) -> float:
+    """Bytes a second that a rank receives in an all-gather: the slope between two sizes."""
+    own = torch.ones(largest // meeting.ranks, dtype=torch.uint8, device=meeting.device)
+    every = torch.empty(own.numel() * meeting.ranks, dtype=torch.uint8, device=meeting.device)
+
+    def call(size: int) -> Callable[[], object]:
+        return lambda: dist.all_gather_into_tensor(every[: size * meeting.ranks], own[:size], group=meeting.group)
+
+    sizes = own.numel() // 8, own.numel()
+    for size in sizes:
+        call(size)()
+    small, large = meeting.slowest(meeting.in_turns({size: call(size) for size in sizes}, seconds, ROUNDS)).values()
+    if large <= small:
+        small, sizes = 0.0, (0, sizes[1])
+    return (sizes[1] - sizes[0]) * (meeting.ranks - 1) / (large - small)
 
 
 def _by_size(meeting: Meeting, neighbours: RingNeighbours, largest: int, seconds: float, sends: bool) -> dict[Kind, float]:

@@ -29,12 +29,14 @@ MESSAGES, SHARDS = 0, 1
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """`loads`: [out or in, rank, level, messages or shards] for the ranks that are not alike."""
+    """`loads`: [out or in, rank, level, messages or shards] for the ranks that are not alike. `point_to_point`: messages go from
+    rank to rank, not by a collective."""
 
     times: int
     stage: Stage
     work: tuple[Amount, ...]  # before it, by the busiest rank
     loads: np.ndarray
+    point_to_point: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +123,7 @@ def routes(topology: Topology, arrangement: Arrangement) -> tuple[Route, ...]:
 def _leg(each: Round, arrangement: Arrangement) -> Leg:
     levels = arrangement.levels
     ranks = range(each.loads.shape[1])
-    loads = {load for way in (OUT, IN) for rank in ranks for load in _port_loads(each.loads[way], rank, arrangement)}
+    loads = {load for way in (OUT, IN) for rank in ranks for load in _port_loads(each, way, rank, arrangement)}
     comes = [_comes(each.loads, rank) for rank in ranks]
 
     def latency_of(length: float) -> float:
@@ -143,14 +145,16 @@ def _leg(each: Round, arrangement: Arrangement) -> Leg:
     )
 
 
-def _port_loads(loads: np.ndarray, rank: int, arrangement: Arrangement) -> list[PortLoad]:
-    """[rank, level, messages or shards] of one direction: the loads of a rank's ports, with those that share its links."""
+def _port_loads(each: Round, way: int, rank: int, arrangement: Arrangement) -> list[PortLoad]:
+    """Of one direction: the loads of a rank's ports, with those that share its links."""
+    loads = each.loads[way]
     found: list[PortLoad] = []
     for at, level in enumerate(arrangement.levels):
         first = rank // level.shared * level.shared
         overhead, per_byte = float(loads[rank, at, MESSAGES]) * level.overhead, 0.0
         if loads[rank, at, SHARDS]:
-            per_byte = float(loads[first : first + level.shared, at, SHARDS].sum()) / level.bandwidth
+            bandwidth = level.bandwidth * (level.point_to_point if each.point_to_point else 1.0)
+            per_byte = float(loads[first : first + level.shared, at, SHARDS].sum()) / bandwidth
         if found and not level.separate:
             overhead, per_byte = found[-1].overhead + overhead, found[-1].per_byte + per_byte
             found.pop()

@@ -71,7 +71,7 @@ def _grown(some: list[Pattern], steps: int) -> Pattern | None:
         if times != b.times - a.times or a.stage != c.stage or not np.array_equal(loads, b.loads - a.loads) or work is None:
             return None
         done = tuple((what, stage, count + steps * more) for (what, stage, count), more in zip(a.work, work, strict=True))
-        rounds.append(Round(a.times + steps * times, a.stage, done, a.loads + steps * loads))
+        rounds.append(Round(a.times + steps * times, a.stage, done, a.loads + steps * loads, a.point_to_point))
     last = _work_growth(*(each.last_work for each in some))
     if last is None:
         return None
@@ -102,7 +102,7 @@ def counted_pattern(reduction: Reduction, kahan: bool, arrangement: Arrangement)
     if isinstance(reduction, Tree):
         rounds = [one for each in rounds for one in _one_by_one(each)]
     merged = []
-    for _, alike in groupby(rounds, key=lambda each: (each.stage, each.work, each.loads.tobytes())):
+    for _, alike in groupby(rounds, key=lambda each: (each.stage, each.work, each.point_to_point, each.loads.tobytes())):
         same = list(alike)
         merged.append(replace(same[0], times=len(same)))
     return Pattern(reduction.shards(ranks), tuple(merged), _amounts(work))
@@ -119,7 +119,7 @@ def _round(waits: tuple[Wait, ...], work: tuple[Amount, ...], arrangement: Arran
                 loads[way, rank, level, MESSAGES] += 1
                 loads[way, rank, level, SHARDS] += parcel.shards
     (stage,) = stages  # of a round all messages are at one
-    return Round(1, stage, work, loads)
+    return Round(1, stage, work, loads, not all(wait.gathers for wait in waits))
 
 
 def _most_work(waits: tuple[Wait, ...]) -> Counter[tuple[str, Stage]]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lowp.train.exchange.base import Gradients
+from lowp.train.exchange.base import Gradients, Seen
 from lowp.train.parallel import Placement
 
 
@@ -10,12 +10,16 @@ class NoExchange:
     """One rank: nothing travels."""
 
     ranks = range(1)
+    before_travel: Seen | None = None
 
     def reduce(self, gradients: Gradients) -> None:
         gradients(0, lambda: None)
 
     def bytes_sent(self) -> tuple[float, float]:
         return 0.0, 0.0
+
+    def seconds(self) -> dict[str, float]:
+        return {}
 
     def undo(self) -> None: ...
 

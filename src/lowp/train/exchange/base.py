@@ -11,14 +11,22 @@ Gradients = Callable[[int, Callable[[], None]], None]
 """`gradients(rank, last)` computes a rank's gradients into `parameter.grad`, and calls `last` before its last backward."""
 
 
+Seen = Callable[[str, Tensor], None]
+"""`seen(name, gradient)` looks at a parameter's gradient."""
+
+
 class Exchange(Protocol):
     ranks: range  # whose samples this process trains on
+    before_travel: Seen | None  # is shown the gradients of the first of `ranks` before they travel
 
     def reduce(self, gradients: Gradients) -> None:
         """One step's gradients: the mean over all ranks."""
 
     def bytes_sent(self) -> tuple[float, float]:
         """By this rank so far, and what float32 would have been."""
+
+    def seconds(self) -> dict[str, float]:
+        """Of a step, to encode, transfer and decode: the wire's own work, partly while backward goes on. Empty: not known."""
 
     def undo(self) -> None:
         """Forget what the last `reduce` taught: its step is not taken."""

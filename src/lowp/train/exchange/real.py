@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowp.train.exchange.base import Gradients
+from lowp.train.exchange.base import Gradients, Seen
 from lowp.train.world import named_failure
 from lowp.wire.compressor import Compressor
 from lowp.wire.exchange import State
@@ -46,6 +46,9 @@ class GradientReducer(Protocol):
 
     def bytes_sent(self) -> tuple[float, float]: ...
 
+    def seconds(self) -> dict[str, float]:
+        """Of a step, to encode, transfer and decode; empty where that is not known."""
+
     def close(self) -> None: ...
 
 
@@ -55,6 +58,7 @@ class Compressed:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], settings: Settings, device: torch.device, names: Mapping[str, str]
     ) -> None:
+        self._device = device
         self._compressor = Compressor(parameters, settings, device=device, names=names)
         self.step_done = self._compressor.step_done
         self.step_arrived = self._compressor.step_arrived
@@ -75,6 +79,12 @@ class Compressed:
     def bytes_sent(self) -> tuple[float, float]:
         total = self._compressor.total()
         return total.bytes_sent, total.bytes_of_fp32
+
+    def seconds(self) -> dict[str, float]:
+        total = self._compressor.total()
+        if self._device.type == "cuda" or not total.steps:  # there the seconds are of one step in 64
+            return {}
+        return {what: getattr(total, f"{what}_seconds") / total.steps for what in ("encode", "transfer", "decode")}
 
 
 class Plain:
@@ -107,6 +117,9 @@ class Plain:
 
     def bytes_sent(self) -> tuple[float, float]:
         return self._sent, self._sent
+
+    def seconds(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None: ...
 
@@ -145,6 +158,7 @@ class RealExchange:
         self._carrier = carrier_for(parameters, settings, device, all_names(model))
         self._buckets = [GradientBucket(names, parameters) for names in buckets]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self.before_travel: Seen | None = None
         self._armed = False
         self._next = 0
         self._waits: list[Callable[[], None]] = []
@@ -164,6 +178,8 @@ class RealExchange:
         if parameter.grad is None:
             view.zero_()
         else:
+            if self.before_travel is not None:
+                self.before_travel(name, parameter.grad)
             view.copy_(parameter.grad)
         parameter.grad = view
         bucket.missing -= 1
@@ -196,6 +212,9 @@ class RealExchange:
 
     def bytes_sent(self) -> tuple[float, float]:
         return self._carrier.bytes_sent()
+
+    def seconds(self) -> dict[str, float]:
+        return self._carrier.seconds()
 
     def undo(self) -> None:
         self._carrier.state.restore(self._before)

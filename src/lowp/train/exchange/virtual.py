@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.train.buffers import BufferCopies
-from lowp.train.exchange.base import Gradients
+from lowp.train.exchange.base import Gradients, Seen
 from lowp.wire.layer_tensors import Residuals
 from lowp.wire.naming import all_names
 from lowp.wire.settings import Settings
@@ -37,9 +37,11 @@ class VirtualRanks:
         self._exchange = VirtualExchange(size, shapes, settings, buckets=buckets, names=all_names(model))
         self._sent = self._of_fp32 = 0.0
         self._buffers = BufferCopies(model), BufferCopies(model)
+        self.before_travel: Seen | None = None
 
     def reduce(self, gradients: Gradients) -> None:
-        source = _RankGradients(self._buffers, self._parameters, gradients, keep=self._exchange.asks_twice and self._fits)
+        keep = self._exchange.asks_twice and self._fits
+        source = _RankGradients(self._buffers, self._parameters, gradients, keep, self.before_travel)
         sent, of_fp32 = self._exchange.bytes_sent(0, next(iter(self._parameters.values())).device)
         self._before = self._exchange.state.snapshot()
         self._residuals = [residuals.copy() for residuals in self._exchange.residuals]
@@ -64,6 +66,9 @@ class VirtualRanks:
     def bytes_sent(self) -> tuple[float, float]:
         """By rank 0, as a real run counts them."""
         return self._sent, self._of_fp32
+
+    def seconds(self) -> dict[str, float]:
+        return {}  # rounding and adding are all that takes time, and between phases of a step that is known already
 
     def undo(self) -> None:
         self._exchange.state.restore(self._before)
@@ -92,8 +97,9 @@ class _RankGradients:
         parameters: Mapping[str, nn.Parameter],
         gradients: Gradients,
         keep: bool,
+        seen: Seen | None,
     ) -> None:
-        self._parameters, self._gradients, self._keep = parameters, gradients, keep
+        self._parameters, self._gradients, self._keep, self._seen = parameters, gradients, keep, seen
         self._before, self._after = buffers
         self._before.save()
         self._after.save()
@@ -111,10 +117,14 @@ class _RankGradients:
         if self._last >= 0:
             self._before.restore()
         self._gradients(rank, lambda: None)
+        found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self._parameters.items()}
         if rank == 0 and self._last < 0:
             self._after.save()
+            if self._seen is not None:
+                for name, gradient in found.items():
+                    self._seen(name, gradient)
         self._last = rank
-        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self._parameters.items()}
+        return found
 
     def finish(self) -> None:
         self._after.restore()

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import frexp, isfinite, ldexp
 
-from lowp.formats import FixedFormat, FloatFormat, Format
+from lowp.formats.base import Format
+from lowp.formats.fixed import FixedFormat
+from lowp.formats.floats import FloatFormat
 
 
 @lru_cache(maxsize=32)
