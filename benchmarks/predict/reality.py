@@ -83,9 +83,8 @@ def compared(toml: str, model: str, ranks: int, steps: list[dict], device: str =
         return []
     batch = cluster.device.times[named(model)].batch
     predicted = predict(named(model), cluster, list(measured), ranks, batch=batch).steps
-    gradients = gradients_of(
-        subject_of(named(model), batch=4 * ranks, device=device), ranks
-    )  # of models that come with no batch
+    subject = subject_of(named(model), batch=4 * ranks, device=device)  # the batch of models that come with none
+    gradients = gradients_of(subject, ranks)
     chosen = plan(
         named(model),
         cluster,

@@ -29,8 +29,8 @@ MESSAGES, SHARDS = 0, 1
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """`loads`: [out or in, rank, level, messages or shards] for ranks that are not alike. `point_to_point`: messages go from
-    rank to rank, not by a collective."""
+    """`loads`: [out or in, rank, level, messages or shards] for the ranks that are not alike. `point_to_point`: messages go
+    from rank to rank, not by a collective."""
 
     times: int
     stage: Stage
