@@ -19,7 +19,7 @@ _GPU_SHARES = 1000  # Ray counts ten-thousandths; this is small enough for any n
 
 def import_ray() -> Any:
     try:
-        import ray
+        import ray  # pyrefly: ignore[missing-import]  # an extra
     except ModuleNotFoundError:
         raise ValueError("--on ray needs the package ray: pip install 'lowp[ray]'") from None
     return ray
