@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lowp.health.watch import Watch
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import Domain, Noise
 from lowp.wire.codec import Codec
 from lowp.wire.scaling import aps_shifts, bound_bytes, emax_of, largest, power_of_two
 from lowp.wire.settings import Parameters
 
-_NOISE = Noise(0)  # of stochastic codecs: any will do, since nothing that is drawn here is sent
+_NOISE = Noise(0, domain=Domain.WIRE)  # of stochastic codecs: any will do, since nothing that is drawn here is sent
 
 
 class SentGradients:
