@@ -53,8 +53,8 @@ def test_what_was_reached_on_links(reality):
     assert {(row["rate"], row["ranks"]) for row in steps} == {(rate, ranks) for rate in rates for ranks in (2, 4)}
     assert {row["model"] for row in steps} == {"mlp", "resnet18", "gpt"}
     errors = [abs(row["error"]) for row in steps]
-    assert statistics.median(errors) <= 0.11
+    assert statistics.median(errors) <= 0.16
     assert max(errors) <= 0.3
     late = [row["over_fastest"] for row in steps if row["chosen"]]
     assert len(late) == 24
-    assert sum(each > reality.CHOICE for each in late) <= 1
+    assert max(late) <= reality.CHOICE
