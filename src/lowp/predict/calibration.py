@@ -98,15 +98,14 @@ class Calibration:
             codec = wire.settings.codecs()[0]
             speed, chunk = codec_speed(self.meeting, wire.settings, self._share("codecs", len(wires) + len(CASTS)))
             found[str(codec)] = speed
-            chunks.append(chunk)
+            chunks += [] if chunk is None else [chunk]
             self.say(f"codec    {codec!s:18} {_nanoseconds(speed)}")
         for name in CASTS if wires else ():
             found[f"{TORCH} {name}"] = speed = cast_speed(self.meeting, name, self._share("codecs", len(wires) + len(CASTS)))
             self.say(f"codec    {TORCH + ' ' + name:18} {_nanoseconds(speed)}")
         if left_out:
             self.say(f"codec    no time was left for {', '.join(left_out)}: predicted from the others")
-        # On CUDA the hook launches what it has recorded, which takes as long on all devices (HOST_SECONDS).
-        return found, statistics.median(chunks) if chunks and self.meeting.device.type == "cpu" else None
+        return found, statistics.median(chunks) if chunks else None
 
     def _built(self) -> list[WireChoice]:
         """The codecs whose kernels could be built in time. One rank of every machine builds, and the others load."""

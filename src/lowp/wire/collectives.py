@@ -18,7 +18,7 @@ from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions.base import Reduction
 from lowp.wire.report import ONE_IN, Meter, WireReport, ring_bytes
 from lowp.wire.scale_warnings import warn_of_scales
-from lowp.wire.scaling import NONFINITE
+from lowp.wire.scaling import NONFINITE, divide_
 from lowp.wire.settings import Settings
 from lowp.wire.warm_up import warm_up
 from lowp.wire.workspace import Workspaces
@@ -137,6 +137,6 @@ def _reduce(
 def _uncompressed(tensor: Tensor, op: str, communicator: Communicator) -> WireReport:
     dist.all_reduce(tensor, group=communicator.parent)
     if op == "mean":
-        tensor.div_(communicator.world)
+        divide_(tensor, communicator.world)
     sent = int(ring_bytes(tensor.numel() * tensor.element_size(), communicator.world))
     return WireReport(steps=1, elements=tensor.numel(), bytes_sent=sent, bytes_of_fp32=sent, notes=["uncompressed"])

@@ -21,7 +21,7 @@ from lowp.wire.reductions.base import Reduction
 from lowp.wire.replay import Marks, ReplayedBucket, Replays, completed
 from lowp.wire.report import ONE_IN, Meter, WireReport, ring_bytes
 from lowp.wire.scale_warnings import warn_of_scales
-from lowp.wire.scaling import NONFINITE
+from lowp.wire.scaling import NONFINITE, divide_
 from lowp.wire.settings import Parameters, Scheduled, Settings
 from lowp.wire.state import Owner
 from lowp.wire.warm_up import warm_up
@@ -235,7 +235,7 @@ class Compressor:
             means = {name: gradient.detach().clone() for name, gradient in gradients.items()}
             for mean in means.values():
                 dist.all_reduce(mean, group=self.parent)
-                mean.div_(self.world)
+                divide_(mean, self.world)
             return means
         results, waiting = {}, []
         for names in [list(gradients)] if buckets is None else [list(bucket) for bucket in buckets]:

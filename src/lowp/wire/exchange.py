@@ -278,7 +278,7 @@ class BucketExchange:
         if self._peaks is not None:
             remember_bounds(self._state, self._bucket, self._peaks)
         if self._settings.measure:
-            self._meter.compare(self._flat, self._exact.div_(self._divisor))
+            self._meter.compare(self._flat, scaling.divide_(self._exact, self._divisor))
         units = self._units or [torch.ones(len(self._bucket.layers), device=self._flat.device)]
         self._done(lambda: marks_of(units))
 

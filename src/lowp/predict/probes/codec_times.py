@@ -88,8 +88,11 @@ class CodecRun:
         return meter
 
 
-def codec_speed(meeting: Meeting, settings: Settings, seconds: float) -> tuple[CodecSpeed, float]:
-    """Seconds a number, and seconds that a chunk takes beside its numbers."""
+def codec_speed(meeting: Meeting, settings: Settings, seconds: float) -> tuple[CodecSpeed, float | None]:
+    """Seconds a number, and seconds that a chunk takes beside its numbers.
+
+    None on CUDA: there the wire launches what it has recorded, which takes as long on all devices (`HOST_SECONDS`).
+    """
     numbers = torch.randn(_numbers(meeting, settings, seconds), device=meeting.device).mul_(1e-3)
     runs = {str(how): CodecRun(settings, how, numbers) for how in (OneShot(), TwoShot())}
     few = CodecRun(settings, TwoShot(), numbers[:FEW].clone())
@@ -116,7 +119,7 @@ def codec_speed(meeting: Meeting, settings: Settings, seconds: float) -> tuple[C
     add = added / 2
     decode = max(0.0, rest + twice - encode - (2 * add + encode) / 2)
     speed = CodecSpeed(*(min(value, _SLOWEST) for value in (encode, add, decode)))
-    return speed, statistics.median(meeting.mean(times["few"]))
+    return speed, statistics.median(meeting.mean(times["few"])) if meeting.device.type == "cpu" else None
 
 
 def _numbers(meeting: Meeting, settings: Settings, seconds: float) -> int:
