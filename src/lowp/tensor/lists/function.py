@@ -31,6 +31,7 @@ _WORTH_THREADS = 1 << 16  # elements
 _CUDA_CHUNK = 1 << 10  # elements of a step, of one tensor or of several blocks
 _CUDA_EACH = 256  # elements of a warp: 8 a thread, 16 bytes of 16-bit numbers
 _CUDA_STEPS = 8  # of a program, at most
+_CUDA_REGISTERS: int | None = None  # of a thread, at most
 _CUDA_PROGRAMS = 1 << 10  # at least, before one of them takes more steps
 _CUDA_REDUCED = 1 << 13  # where only reductions come out: fewer of them wait for each other at the end
 LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip` holds is not below it
@@ -308,6 +309,7 @@ class _TritonListKernel:
             compiled = self._run[grid](
                 *before, *shared, *after, **constants,
                 num_warps=min(8, max(1, chunks.size * chunks.rows // _CUDA_EACH)), enable_fp_fusion=False,
+                **({"maxnreg": _CUDA_REGISTERS} if _CUDA_REGISTERS and self._what.writes else {}),
             )  # fmt: skip
             if compiled is not None:
                 ends = [[x.data_ptr() if isinstance(x, Tensor) else x for x in part] for part in (before, after)]
