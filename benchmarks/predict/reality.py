@@ -56,7 +56,7 @@ def on_one_gpu(options: argparse.Namespace) -> int:
 
 
 def again(options: argparse.Namespace) -> int:
-    """Predict the steps in a file of results anew, from the calibrations in it: the predictor has changed, the steps have not."""
+    """Predict the steps in a file of results anew, from the calibrations in it: for when the predictor has changed."""
     found = json.loads(options.again.read_text())
     facts, rows = found["facts"], []
     for row in found["rows"]:
@@ -80,9 +80,9 @@ def _page(rows: list[dict], facts: dict) -> list[str]:
 def _measured(top: Topology, nodes: list, device: str, models: Any, options: argparse.Namespace) -> list[dict]:
     """Calibrate, measure and predict on one link: a row for each model and wire."""
     rounds, seconds = (2, 10.0) if options.quick else (options.rounds, options.seconds)
-    case = {"kind": "predicted", "name": top.name, "models": list(models), "wires": WIRES, "rounds": rounds, "seconds": seconds}
-    plan = {"interface": top.interface, "device": device, "cases": [case]}
-    found = run_ranks(top, nodes, plan, timeout=460)
+    first = {"kind": "calibrated", "name": top.name, "models": list(models), "wires": WIRES, "seconds": seconds}
+    cases = [first, *({"kind": "steps", "model": model, "wires": WIRES, "rounds": rounds} for model in models)]
+    found = run_ranks(top, nodes, {"interface": top.interface, "device": device, "cases": cases}, timeout=options.timeout)
     if device == "cuda":  # time on a GPU is dear: what was measured is kept, whatever becomes of the predictions
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / f"{NAME}-measured.json").write_text(json.dumps(found))

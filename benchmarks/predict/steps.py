@@ -36,8 +36,8 @@ MOST_STEPS = 10  # of a block
 Step = Callable[[], None]
 
 
-def predicted_steps(case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
-    """Rows of measured steps, and one that holds the cluster as it was calibrated on this very link."""
+def calibrated(case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
+    """One row, which holds the cluster as it was calibrated on this very link."""
     from lowp.predict.calibration import calibrate_cluster
     from lowp.predict.cluster_file import cluster_toml
     from lowp.predict.subjects import subject_of
@@ -54,11 +54,7 @@ def predicted_steps(case: dict, clock: Clock, failures: dict[str, str]) -> list[
         device=clock.device,
         say=lambda text: print(text, flush=True),
     )
-    rows = [{"what": "cluster", "toml": cluster_toml(cluster), "seconds_taken": time.perf_counter() - began, "load": load()}]
-    del subjects
-    for model in case["models"]:
-        rows += _model_rows(model, case, clock, failures)
-    return rows
+    return [{"what": "cluster", "toml": cluster_toml(cluster), "seconds_taken": time.perf_counter() - began, "load": load()}]
 
 
 def _above_others() -> None:
@@ -72,8 +68,9 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
-def _model_rows(model: str, case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
-    steps: dict[str, Step] = {}
+def measured_steps(case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
+    """Rows of a model's steps, wire by wire."""
+    model, steps = case["model"], {}
     for wire in case["wires"]:
         reason = tried(lambda wire=wire: steps.__setitem__(wire, ddp_step(model, wire, clock.device)))
         if reason:
