@@ -1,15 +1,9 @@
 """Tests run on plain operations unless they ask for kernels: building one takes seconds."""
 
-import os
+import hypothesis
+import pytest
 
-# Some virtual machines (Firecracker on an Intel Xeon of 2023) have AMX among their flags, and end a process at its first
-# instruction: torch.nn.Linear(8, 300).bfloat16() with gradients is enough. No test is about AMX. Before torch is imported.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX10_1_512")
-
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-
-import lowp  # noqa: E402
+import lowp
 
 # Machines are shared, and tests run side by side: how long one example takes says nothing.
 hypothesis.settings.register_profile("lowp", deadline=None)
