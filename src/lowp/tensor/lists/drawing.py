@@ -1,8 +1,8 @@
 """Noise for two vectors at a time, in C++.
 
-A draw is rounds of multiplications of 16-bit words (noise.py; `in_words` finds them). The words that belong to a vector of 32-bit
-numbers fill half a register. So what depends on keys and indices alone is taken out of a program, and printed once for two
-vectors: `pair` is a vector of twice as many words. The rest of the program takes its half as an argument.
+A draw is rounds of multiplications of 16-bit words (noise.py; `in_words` finds them). The words that belong to a vector of
+32-bit numbers fill half a register. So what depends on keys and indices alone is taken out of a program, and printed once for
+two vectors: `pair` is a vector of twice as many words. The rest of the program takes its half as an argument.
 """
 
 from dataclasses import dataclass
@@ -64,6 +64,7 @@ class Drawing:
         def halves(which: str) -> str:
             return "".join(f", {which}_half({v.name})" for v in self.words)
 
+        own = "".join(f", of_{v.name}[h]" for v in self.words)
         printer = _PairPrinter()
         statements = [f"    const pair {s.result.name} = {printer.expression(s)};" for s in self.statements]
         return [
@@ -79,7 +80,7 @@ class Drawing:
             *(f"        const u16 of_{v.name}[] = {{first_half({v.name}), second_half({v.name})}};" for v in self.words),
             f"        for (long h = 0; e + h * LANES < {end}; h++) {{",
             f"            const long left = {end} - (e + h * LANES);",
-            f"            {body}(e + h * LANES, left < LANES ? left : LANES{''.join(f', of_{v.name}[h]' for v in self.words)});",
+            f"            {body}(e + h * LANES, left < LANES ? left : LANES{own});",
             "        }",
             "    }",
             "}",
@@ -88,7 +89,8 @@ class Drawing:
 
 class _PairPrinter(Printer):
     def literal(self, constant: object, dtype: torch.dtype, shift: bool = False) -> str:
-        assert dtype == WORD and isinstance(constant, int)
+        assert dtype == WORD
+        assert isinstance(constant, int)
         return f"splat<pair>((uint16_t){constant & 0xFFFF})"
 
 

@@ -144,6 +144,7 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
     noticed = [f"            noticed |= {program.results[1].name};"] if len(program.results) > 1 else []
     inputs = "".join(f"const {SCALARS[dtype]}* p{i}, " for i, dtype in enumerate(sized))
     looked_up = "".join(f"const {SCALARS[table.dtype]}* table{i}, " for i, table in enumerate(tables))
+    words = drawn.parameters if drawn else ""
     indexed = any(s.operation == "index" for s in program.statements)
     lines = [
         f'extern "C" int run({inputs}{SCALARS[out]}* target, const int32_t* numbers, const float* scalars, {looked_up}'
@@ -160,7 +161,7 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
         *(f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in program.scalars.items()),
         *(f"        HOLD({number}, {count})" for number, count in printer.held.items()),
         "        i32 noticed = {};",
-        f"        const auto body = [&](long e, long count{drawn.parameters if drawn else ''}) __attribute__((always_inline)) {{",
+        f"        const auto body = [&](long e, long count{words}) __attribute__((always_inline)) {{",
         *(["            const i32 index = splat<i32>((int32_t)e) + LANE_NUMBERS;"] if indexed else []),
         *(f"            const {TYPES[dtype]} x{i} = load<{TYPES[dtype]}>(p{i} + e, count);" for i, dtype in enumerate(sized)),
         *(f"            {statement}" for statement in statements),
