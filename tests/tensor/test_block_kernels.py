@@ -108,3 +108,11 @@ def test_tiny_tensors(built):
     for exponent in (-90, -102, -103, -104, -105, -106, -120, -140):
         x = torch.linspace(-1, 1, 64).view(2, 32) * 2.0**exponent
         same(lowp.quantize(x, "nvfp4"), block.quantize(x, lowp.format("nvfp4"), "nearest", None, False, -1, False))
+
+
+def test_large_results_are_those_of_their_parts():
+    """Results of 32 MiB and more lie in large pages, where the system has them (memory.py)."""
+    lowp.set_kernel_policy("always")
+    x = torch.randn(1 << 13, 1 << 10, generator=torch.Generator().manual_seed(5))
+    for operation in (lambda x: lowp.quantize(x, "mxfp4"), lambda x: lowp.quantize(x, "e4m3fn")):
+        assert torch.equal(operation(x), torch.cat([operation(part) for part in x.split(1 << 10)]))

@@ -15,6 +15,7 @@ from lowp.tensor.block_programs import block_program
 from lowp.tensor.block_stages import BlockOperation, block_operation
 from lowp.tensor.carrier import FORMAT_OF_DTYPE
 from lowp.tensor.core import code_dtype
+from lowp.tensor.memory import in_large_pages
 from lowp.tensor.packing import packed_size
 
 
@@ -24,7 +25,7 @@ def quantize(x: Tensor, fmt: BlockFormat, saturate: bool, axis: int) -> Tensor |
     if kernel is None:
         return None
     rows = _rows(x, axis)
-    out = torch.empty_like(rows)
+    out = in_large_pages(torch.empty_like(rows))
     return _back(out, axis) if kernel(rows, out, None, None) else None
 
 
@@ -56,7 +57,8 @@ def decode(
     if kernel is None:
         return None
     rows, of_blocks = _rows(elements, axis), _rows(scales, axis)
-    out = torch.empty((*rows.shape[:-1], size) if packed else rows.shape, dtype=dtype, device=elements.device)
+    shape = (*rows.shape[:-1], size) if packed else rows.shape
+    out = in_large_pages(torch.empty(shape, dtype=dtype, device=elements.device))
     done = kernel(out, rows, of_blocks, None if whole is None else whole.to(out.device))
     return _back(out, axis) if done else None
 

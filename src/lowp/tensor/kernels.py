@@ -43,7 +43,7 @@ from lowp.tensor.core import (
     tables_on,
 )
 from lowp.tensor.lists.cache import UnsafeCache
-from lowp.tensor.memory import flat_memory
+from lowp.tensor.memory import flat_memory, in_large_pages
 from lowp.tensor.noise import KEY_SIZE, Noise, blocks, in_one_block, key_numbers, key_tensor
 
 _CPU = torch.device("cpu")
@@ -181,7 +181,7 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, noise: Noise | None = Non
         key = _Key(*numbers)
     if out is None:
         result = torch.empty_like(x) if kernel.dtype is x.dtype else torch.empty_like(x, dtype=kernel.dtype)
-        target = result.data_ptr()
+        target = in_large_pages(result).data_ptr()
     else:
         if type(out) is not Tensor or out.shape != x.shape or not out.is_cpu or not out.is_contiguous() or out.is_neg():
             return None
