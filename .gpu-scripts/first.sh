@@ -35,7 +35,7 @@ flock -u 9; wait ${VAR[@]} ${SIM[@]}; say "variants, simulate"; flock 9
 part train 70 env -u LOWP_TURNS python3 -m benchmarks train --device cuda --sections overhead --rounds 3 --seconds 1.5 --data /tmp/gpu-data --out $RES/train
 part bucket 60 python3 -m benchmarks wire_cuda --part bucket --timeout 55 --out $RES/bucket
 part step 75 python3 -m benchmarks wire_cuda --part step --models gpt2-medium --rounds 5 --seconds 25 --timeout 70 --out $RES/step
-part fsdp 60 python3 -m benchmarks wire_cuda --part fsdp --models gpt2-medium --rounds 3 --timeout 55 --out $RES/fsdp
+part fsdp 75 python3 -m benchmarks wire_cuda --part fsdp --models gpt2 --rounds 3 --mps --timeout 70 --out $RES/fsdp
 part operations 50 python3 -m benchmarks operations --device cuda --only 'mx|nv' --sections numbers --no-peers --rounds 5 --out $RES/operations
 tar czf "${OUT:-/tmp}/gpu.tar.gz" -C $RES .
 say "done"
