@@ -1,4 +1,4 @@
-"""Device time of an optimizer's step, by how its kernel is cut. One process a case; all compile, then take turns (LOWP_TURNS)."""
+"""Device time of an optimizer's step, by how its kernel is cut. Processes compile at once, and take turns (LOWP_TURNS)."""
 
 import json
 import statistics

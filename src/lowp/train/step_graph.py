@@ -41,7 +41,8 @@ class StepGraph:
             self._seen += 1
             if self._seen <= EAGER_STEPS or not self._record(inputs, targets):
                 return False
-        assert self._graph is not None and self._batch is not None
+        assert self._graph is not None
+        assert self._batch is not None
         if (inputs.shape, targets.shape) != (self._batch[0].shape, self._batch[1].shape):
             return False
         for place, new in zip(self._batch, (inputs, targets), strict=True):
