@@ -23,9 +23,12 @@ for algorithm in AdamW SGD; do for weights in bf16 fp16; do
   timeout -k 5 150 python3 -m benchmarks optim --device cuda --algorithms $algorithm --layouts ResNet-50 --no-peers --build \
     --only "lowp $algorithm $weights (stochastic|kahan)" > $RES/build-$algorithm-$weights.log 2>&1 9>&- & BUILD+=($!)
 done; done
-timeout -k 5 120 python3 -m pytest tests/gpu/test_step_graph_cuda.py tests/gpu/test_optim_cuda.py -m gpu -q -n 6 -p no:benchmark -p no:cacheprovider --timeout 110 --maxfail 12 \
-  -k "several_steps or (cuda_equals_cpu and (sgd or adamw)) or recorded_steps or a_run" > $RES/tests.log 2>&1 9>&- & TESTS=$!
-wait ${BUILD[@]}; say "optimizers built"
+timeout -k 5 120 python3 -m pytest tests/gpu/test_step_graph_cuda.py tests/gpu/test_optim_cuda.py tests/gpu/test_parts_cuda.py -m gpu -q -n 6 -p no:benchmark -p no:cacheprovider --timeout 110 --maxfail 12 \
+  -k "several_steps or (cuda_equals_cpu and (sgd or adamw)) or recorded_steps or a_run or (test_parts_cuda and (e5m2 or nvfp4))" > $RES/tests.log 2>&1 9>&- & TESTS=$!
+for variant in "8 1" "1 0" "8 0" "4 1"; do set -- $variant
+  timeout -k 5 150 env LOWP_PART_STEPS=$1 LOWP_PART_AHEAD=$2 python3 -m benchmarks wire_cuda --part bucket --timeout 140 --out /tmp/gpu-warm-$1-$2 > $RES/warm-$1-$2.log 2>&1 9>&- & BUILD+=($!)
+done
+wait ${BUILD[@]}; say "kernels built"
 wait $TESTS; say "tests: rc $?"; tail -4 $RES/tests.log
 
 # B. Measurements, one after the other
@@ -37,11 +40,13 @@ part train-eager 60 env -u LOWP_TURNS python3 -c "
 import lowp.train.step_graph as s; s.EAGER_STEPS = 10**9
 import sys; sys.argv = ['benchmarks train'] + '--device cuda --sections overhead --rounds 2 --seconds 1 --data /tmp/gpu-data --out $RES/train-eager'.split()
 from benchmarks.train import main; main()"
-part bucket 60 python3 -m benchmarks wire_cuda --part bucket --timeout 55 --out $RES/bucket
+for variant in "8 1" "1 0" "8 0" "4 1"; do set -- $variant
+  part bucket-$1-$2 40 env LOWP_PART_STEPS=$1 LOWP_PART_AHEAD=$2 python3 -m benchmarks wire_cuda --part bucket --timeout 38 --out $RES/bucket-$1-$2
+done
 part step 75 python3 -m benchmarks wire_cuda --part step --models gpt2-medium --rounds 5 --seconds 25 --timeout 70 --out $RES/step
 part fsdp 75 python3 -m benchmarks wire_cuda --part fsdp --models gpt2 --rounds 3 --mps --timeout 70 --out $RES/fsdp
 part operations 50 python3 -m benchmarks operations --device cuda --only 'mx|nv' --sections numbers --no-peers --rounds 5 --out $RES/operations
 tar czf "${OUT:-/tmp}/gpu.tar.gz" -C $RES .
 say "done"
 cat $RES/variants-*.log | grep device
-grep -h "^| " $RES/optim/*optim.md $RES/train/*.md $RES/simulate-*/*.md $RES/bucket/*.md $RES/step/*.md $RES/fsdp/*.md 2>/dev/null | cut -c1-150
+grep -h "^| " $RES/optim/*optim.md $RES/train/*.md $RES/simulate-*/*.md $RES/bucket-*/*.md $RES/step/*.md $RES/fsdp/*.md 2>/dev/null | cut -c1-150
