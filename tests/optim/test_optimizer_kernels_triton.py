@@ -56,7 +56,7 @@ class Interpreted:
         for chunks in lists.cut_for_cuda(self._what.of_blocks, CHUNK):
             taken.add(chunks.steps)
             self._run[(len(chunks.tensors),)](
-                *arrays, numbers, len(lists.rows), lists.columns, *shared, *self._tables,
+                *arrays, numbers, lists.tensors, lists.columns, *shared, *self._tables,
                 reduced if self._what.reductions else nothing, nothing if skip is None else skip, LIMIT,
                 torch.from_numpy(chunks.tensors.copy()), torch.from_numpy(chunks.starts.copy()),
                 SIZE=chunks.size, ROWS=chunks.rows, STEPS=chunks.steps, ALIGNED=lists.aligned,

@@ -11,7 +11,8 @@ what may change is looked at by functions that are mapped over lists, without a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not, itemgetter
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from lowp.tensor.noise import Domain, stream_of
 from lowp.tensor.table import bits_of_number
 
 _gradient_of = attrgetter("grad")
-_kind_of = attrgetter("__class__", "dtype", "shape", "layout")
+_kind_of = attrgetter("__class__", "dtype", "layout")  # (torch sees to it that a gradient has its parameter's shape)
+_step_of = itemgetter("step")
 
 
 class OtherGradientDtype(Exception):
@@ -60,6 +62,7 @@ class Family:
         self.device = members[0].placement.local.device
         self.parameters = [m.parameter for m in members]
         self.sharded = any(is_sharded(p) for p in self.parameters)
+        self._states = [m.state for m in members]
         self._pointers = [m.placement.local.data_ptr() for m in members]
         self._chosen: dict[tuple[int, ...], Chosen] = {}
         self._everyone = tuple(range(len(members)))
@@ -72,13 +75,13 @@ class Family:
     def due(self) -> dict[int, "Chosen"]:
         """Members that have gradients, by the step that each of them takes now (mostly all of them the same)."""
         gradients = [*map(_gradient_of, self.parameters)]
-        steps = [m.state["step"] + 1 for m in self.members]
-        if all(g is not None for g in gradients) and len({*steps}) == 1:
-            return {steps[0]: self._choose(self._everyone)}
+        steps = [*map(_step_of, self._states)]
+        if all(map(is_not, gradients, repeat(None))) and len({*steps}) == 1:
+            return {steps[0] + 1: self._choose(self._everyone)}
         places: dict[int, list[int]] = {}
         for place, (gradient, step) in enumerate(zip(gradients, steps, strict=True)):
             if gradient is not None:
-                places.setdefault(step, []).append(place)
+                places.setdefault(step + 1, []).append(place)
         return {step: self._choose(tuple(those)) for step, those in places.items()}
 
     def _choose(self, places: tuple[int, ...]) -> "Chosen":
@@ -98,7 +101,7 @@ class Chosen:
         self.parameters = [m.parameter for m in self.members]
         self.lists: Lists | None = None  # of all that a step reads and writes; while no step is under way, without gradients
         self._sharded = family.sharded
-        self._kinds = [(Tensor, self.layout.gradient, p.shape, torch.strided) for p in self.parameters]
+        self._kinds = [(Tensor, self.layout.gradient, torch.strided)] * len(self.parameters)
         self._strides = [m.placement.local.stride() for m in self.members]
         self._family_bounds = family.bounds
         self._places = None if len(places) == len(family.members) else torch.tensor(places, device=self.device)

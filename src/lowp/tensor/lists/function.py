@@ -62,14 +62,16 @@ class Lists:
     """
 
     def __init__(self, rows: Sequence[Sequence[Tensor]], widths: Sequence[int] | None = None, work: int | None = None) -> None:
-        self.rows: list[list[Any]] = [list(row) for row in rows]
-        self.device = self.rows[0][0].device
-        self.lengths = [row[0].numel() for row in self.rows]
+        self._rows: list[list[Any]] = [list(row) for row in rows]
+        self._given: dict[int, Sequence[Any]] = {}  # by column, where other tensors were given
+        self.tensors = len(self._rows)
+        self.device = self._rows[0][0].device
+        self.lengths = [row[0].numel() for row in self._rows]
         self.elements = sum(self.lengths)
         self.work = self.elements if work is None else work
         self.widths = list(widths) if widths is not None else [max(length, 1) for length in self.lengths]
-        self.columns = len(self.rows[0])
-        self._pointers = np.array([[x.data_ptr() for x in row] for row in self.rows], dtype=np.int64)
+        self.columns = len(self._rows[0])
+        self._pointers = np.array([[x.data_ptr() for x in row] for row in self._rows], dtype=np.int64)
         self.arrays = tuple(self._put(x) for x in (self._pointers, np.array(self.lengths), np.array(self.widths)))
         self.aligned = _are_aligned(self._pointers)
         self._replaced: dict[int, list[int]] = {}
@@ -84,8 +86,7 @@ class Lists:
 
     def replace(self, column: int, tensors: Sequence[Tensor], pointers: list[int]) -> None:
         """Other tensors for one argument: gradients are new ones in every step, mostly at the same addresses as before."""
-        for row, tensor in zip(self.rows, tensors, strict=True):
-            row[column] = tensor
+        self._own(column, tensors)
         if pointers != self._replaced.get(column):
             self._replaced[column] = pointers
             self._pointers[:, column] = pointers
@@ -95,13 +96,25 @@ class Lists:
 
     def release(self, column: int) -> None:
         """Keep no tensor of this argument alive. It must be replaced before the next call."""
-        for row in self.rows:
-            row[column] = None
+        self._own(column, (None,) * self.tensors)
+
+    def _own(self, column: int, tensors: Sequence[Any]) -> None:
+        if column not in self._given:  # what was there at first is not kept alive
+            for row in self._rows:
+                row[column] = None
+        self._given[column] = tensors
+
+    @property
+    def rows(self) -> list[list[Any]]:
+        """The tensors, for who does not use their addresses."""
+        return [
+            [self._given.get(c, row)[i if c in self._given else c] for c in range(len(row))] for i, row in enumerate(self._rows)
+        ]
 
     def room(self, reductions: int) -> Tensor:
         """For reductions, int64 [reductions, tensors]; the next call with as many uses it again."""
         if reductions not in self._room:
-            self._room[reductions] = torch.zeros((reductions, len(self.rows)), dtype=torch.int64, device=self.device)
+            self._room[reductions] = torch.zeros((reductions, self.tensors), dtype=torch.int64, device=self.device)
         return self._room[reductions]
 
     def chunks(self, of_blocks: bool, size: int = _CUDA_CHUNK) -> list[Chunks]:
@@ -111,19 +124,19 @@ class Lists:
         return self._chunks[of_blocks, size]
 
     def _cut(self, of_blocks: bool, size: int) -> list[Chunks]:
-        everyone = range(len(self.rows))
+        everyone = range(self.tensors)
         if self.device.type == "cpu":
             steps = [width * max(1, _CPU_CHUNK // width) if of_blocks else _CPU_CHUNK for width in self.widths]
             return [self._starts(everyone, steps)]
         return self.cut_for_cuda(of_blocks, size)
 
     def cut_for_cuda(self, of_blocks: bool, size: int) -> list[Chunks]:
-        everyone = range(len(self.rows))
+        everyone = range(self.tensors)
         backwards = size == _CUDA_CHUNK  # what writes begins where what measured has ended: that is still in the cache
         steps = max(1, min(_CUDA_STEPS, self.elements // (size * _CUDA_PROGRAMS))) if backwards else 1
         if not of_blocks:
             size = min(size, max(32, 1 << (max(self.lengths) - 1).bit_length()))  # a table of a few tensors is short
-            return [self._starts(everyone, [steps * size] * len(self.rows), size, 1, steps, backwards)]
+            return [self._starts(everyone, [steps * size] * self.tensors, size, 1, steps, backwards)]
         sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
         found = []
         for own in sorted(set(sizes)):
@@ -262,7 +275,7 @@ class _CppListKernel:
         where, chunks, threads = lists.prepared[self]
         shared = np.array(scalars, dtype=np.float32)
         self._run(
-            *where[:3], numbers.data_ptr(), len(lists.rows), lists.columns, shared.ctypes.data, where[3], reduced.data_ptr(),
+            *where[:3], numbers.data_ptr(), lists.tensors, lists.columns, shared.ctypes.data, where[3], reduced.data_ptr(),
             *where[4:], chunks, torch.get_num_threads() if threads else 1,
         )  # fmt: skip
 
@@ -302,7 +315,7 @@ class _TritonListKernel:
         launches = []
         size = _CUDA_CHUNK if self._what.writes else _CUDA_REDUCED
         for chunks in lists.chunks(self._what.of_blocks, size):
-            before = [*lists.arrays, numbers, len(lists.rows), lists.columns]
+            before = [*lists.arrays, numbers, lists.tensors, lists.columns]
             after = [*self._tables, reduced if self._what.reductions else skip, skip, LIMIT, chunks.tensors, chunks.starts]
             constants = {"SIZE": chunks.size, "ROWS": chunks.rows, "STEPS": chunks.steps, "ALIGNED": lists.aligned}
             grid = (chunks.tensors.numel(), 1, 1)
