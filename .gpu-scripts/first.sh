@@ -47,10 +47,6 @@ done
 part step 70 python3 -m benchmarks wire_cuda --part step --models gpt2-medium --rounds 5 --seconds 20 --timeout 65 --out $RES/step
 part fsdp 75 python3 -m benchmarks wire_cuda --part fsdp --models gpt2 --rounds 3 --mps --timeout 70 --out $RES/fsdp
 part operations 50 python3 -m benchmarks operations --device cuda --only 'mx|nv' --sections numbers --no-peers --rounds 5 --out $RES/operations
-part train-eager 60 env -u LOWP_TURNS python3 -c "
-import lowp.train.step_graph as s; s.EAGER_STEPS = 10**9
-import sys; sys.argv = ['benchmarks train'] + '--device cuda --sections overhead --rounds 1 --seconds 1 --data /tmp/gpu-data --out $RES/train-eager'.split()
-from benchmarks.train import main; main()"
 tar czf "${OUT:-/tmp}/gpu.tar.gz" -C $RES .
 say "done"
 cat $RES/variants-*.log | grep device

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lowp.train import step_graph
-from lowp.train.recipe import Recipe
-from lowp.train.run import run
-from lowp.train.trainer import Trainer
-from lowp.train.world import World
+from lowp.training import step_graph
+from lowp.training.recipe import Recipe
+from lowp.training.run import run
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
 
 pytestmark = [
     pytest.mark.gpu,
