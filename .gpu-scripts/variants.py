@@ -65,6 +65,5 @@ rows = {
 }  # fmt: skip
 out.write_text(json.dumps({"case": sys.argv[1], "rows": rows, "failed": failed}, indent=1))
 for name, row in rows.items():
-    print(
-        f"{sys.argv[1]:34} {name:20} device {row['device_ms']:.3f} {row['over_fused']:.2f}  wall {row['wall_ms']:.3f} {row['wall_over_fused']:.2f}"
-    )
+    device, wall = f"{row['device_ms']:.3f} {row['over_fused']:.2f}", f"{row['wall_ms']:.3f} {row['wall_over_fused']:.2f}"
+    print(f"{sys.argv[1]:34} {name:20} device {device}  wall {wall}")
