@@ -28,12 +28,14 @@ from lowp.tensor.table import Table
 
 _CPU_CHUNK = 1 << 14  # elements: all arguments of a chunk fit into a core's cache
 _WORTH_THREADS = 1 << 16  # elements
-_CUDA_CHUNK = 1 << 10  # elements of a step, of one tensor or of several blocks
-_CUDA_EACH = 256  # elements of a warp: 8 a thread, 16 bytes of 16-bit numbers
-_CUDA_STEPS = 8  # of a program, at most
-_CUDA_REGISTERS: int | None = None  # of a thread, at most
-_CUDA_PROGRAMS = 1 << 10  # at least, before one of them takes more steps
+# Measured on an H200 (docs/LOG.md). A program of several steps looks up once what a tensor has of its own.
+_CUDA_CHUNK, _CUDA_STEPS = 1 << 9, 16  # elements of a step; steps of a program, at most
+_CUDA_EACH = 128  # elements of a warp: 4 a thread
+_CUDA_BLOCKS, _CUDA_BLOCK_STEPS = 1 << 10, 4  # the same for steps of several blocks
+_CUDA_BLOCK_EACH = 256  # so that a warp has a whole block, and finds its largest number by itself
+_CUDA_BLOCK_REGISTERS = 128  # of a thread, at most
 _CUDA_REDUCED = 1 << 13  # where only reductions come out: fewer of them wait for each other at the end
+_CUDA_PROGRAMS = 1 << 10  # at least, before one of them takes more steps
 LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip` holds is not below it
 
 
@@ -75,7 +77,7 @@ class Lists:
         self.arrays = tuple(self._put(x) for x in (self._pointers, np.array(self.lengths), np.array(self.widths)))
         self.aligned = _are_aligned(self._pointers)
         self._replaced: dict[int, list[int]] = {}
-        self._chunks: dict[tuple[bool, int], list[Chunks]] = {}
+        self._chunks: dict[tuple[bool, bool], list[Chunks]] = {}
         self._room: dict[int, Tensor] = {}
         self.prepared: dict[Any, Any] = {}  # by kernel: what it has found out about these lists
 
@@ -117,24 +119,25 @@ class Lists:
             self._room[reductions] = torch.zeros((reductions, self.tensors), dtype=torch.int64, device=self.device)
         return self._room[reductions]
 
-    def chunks(self, of_blocks: bool, size: int = _CUDA_CHUNK) -> list[Chunks]:
+    def chunks(self, of_blocks: bool, writes: bool = True) -> list[Chunks]:
         """One launch or, for blocks on CUDA, one for each power of two that their widths fit into."""
-        if (of_blocks, size) not in self._chunks:
-            self._chunks[of_blocks, size] = self._cut(of_blocks, size)
-        return self._chunks[of_blocks, size]
+        if (of_blocks, writes) not in self._chunks:
+            self._chunks[of_blocks, writes] = self._cut(of_blocks, writes)
+        return self._chunks[of_blocks, writes]
 
-    def _cut(self, of_blocks: bool, size: int) -> list[Chunks]:
-        everyone = range(self.tensors)
+    def _cut(self, of_blocks: bool, writes: bool) -> list[Chunks]:
         if self.device.type == "cpu":
             steps = [width * max(1, _CPU_CHUNK // width) if of_blocks else _CPU_CHUNK for width in self.widths]
-            return [self._starts(everyone, steps)]
-        return self.cut_for_cuda(of_blocks, size)
+            return [self._starts(range(self.tensors), steps)]
+        return self.cut_for_cuda(of_blocks, writes)
 
-    def cut_for_cuda(self, of_blocks: bool, size: int) -> list[Chunks]:
+    def cut_for_cuda(self, of_blocks: bool, writes: bool) -> list[Chunks]:
         everyone = range(self.tensors)
-        backwards = size == _CUDA_CHUNK  # what writes begins where what measured has ended: that is still in the cache
-        steps = max(1, min(_CUDA_STEPS, self.elements // (size * _CUDA_PROGRAMS))) if backwards else 1
+        backwards = writes  # it begins where what measured has ended: that is still in the cache
+        size, most = (_CUDA_BLOCKS, _CUDA_BLOCK_STEPS) if of_blocks else (_CUDA_CHUNK, _CUDA_STEPS)
+        steps = max(1, min(most, self.elements // (size * _CUDA_PROGRAMS))) if writes else 1
         if not of_blocks:
+            size = size if writes else _CUDA_REDUCED
             size = min(size, max(32, 1 << (max(self.lengths) - 1).bit_length()))  # a table of a few tensors is short
             return [self._starts(everyone, [steps * size] * self.tensors, size, 1, steps, backwards)]
         sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
@@ -313,16 +316,17 @@ class _TritonListKernel:
         Nothing, where there is no compiled kernel (Triton's interpreter).
         """
         launches = []
-        size = _CUDA_CHUNK if self._what.writes else _CUDA_REDUCED
-        for chunks in lists.chunks(self._what.of_blocks, size):
+        of_blocks = self._what.of_blocks
+        each = _CUDA_BLOCK_EACH if of_blocks else _CUDA_EACH
+        limit = {"maxnreg": _CUDA_BLOCK_REGISTERS} if of_blocks and self._what.writes else {}
+        for chunks in lists.chunks(of_blocks, bool(self._what.writes)):
             before = [*lists.arrays, numbers, lists.tensors, lists.columns]
             after = [*self._tables, reduced if self._what.reductions else skip, skip, LIMIT, chunks.tensors, chunks.starts]
             constants = {"SIZE": chunks.size, "ROWS": chunks.rows, "STEPS": chunks.steps, "ALIGNED": lists.aligned}
             grid = (chunks.tensors.numel(), 1, 1)
             compiled = self._run[grid](
                 *before, *shared, *after, **constants,
-                num_warps=min(8, max(1, chunks.size * chunks.rows // _CUDA_EACH)), enable_fp_fusion=False,
-                **({"maxnreg": _CUDA_REGISTERS} if _CUDA_REGISTERS and self._what.writes else {}),
+                num_warps=min(8, max(1, chunks.size * chunks.rows // each)), enable_fp_fusion=False, **limit,
             )  # fmt: skip
             if compiled is not None:
                 ends = [[x.data_ptr() if isinstance(x, Tensor) else x for x in part] for part in (before, after)]
