@@ -36,7 +36,7 @@ class Interpreted:
             program = trace(what.function, what.elements, what.numbers, what.scalars, self._tables, device)
         self._places = list(program.scalars)
         with patch.object(triton, "_look_up", lambda s: None), patch.object(triton, "expression", without_assembly):
-            text = triton.source(program, what.elements, what.writes, what.reductions, len(self._tables))
+            text = triton.source(program, what.elements, what.writes, what.reductions, len(self._tables), what.aside)
         # The interpreter leaves Python's numbers as they are.
         head = "    chunk = tl.program_id(0)\n"
         text = text.replace(
@@ -47,17 +47,21 @@ class Interpreted:
     def __call__(self, lists, numbers, scalars, skip, reduced):
         from lowp.tensor.lists.function import LIMIT
 
-        nothing = torch.zeros(1, dtype=torch.int64)
+        nothing, aside = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
         arrays = [torch.from_numpy(array) for array in lists.arrays]
         shared = [float(scalars[place]) for place in self._places]
         for chunks in lists.cut_for_cuda(self._what.of_blocks, bool(self._what.writes)):
             taken.add(chunks.steps)
             self._run[(len(chunks.tensors),)](
                 *arrays, numbers, lists.tensors, lists.columns, *shared, *self._tables,
-                reduced if self._what.reductions else nothing, nothing if skip is None else skip, LIMIT,
+                reduced if self._what.reductions else nothing, nothing if skip is None else skip, aside, LIMIT,
                 torch.from_numpy(chunks.tensors.copy()), torch.from_numpy(chunks.starts.copy()),
                 SIZE=chunks.size, ROWS=chunks.rows, STEPS=chunks.steps, ALIGNED=lists.aligned,
             )  # fmt: skip
+        if self._what.aside == "most":
+            assert int(aside) == int(reduced[0].max())
+        elif self._what.aside == "skip":
+            assert int(aside) == (0 if skip is None else int(skip))
 
 
 def without_assembly(s):

@@ -106,6 +106,7 @@ class Chosen:
         self._family_bounds = family.bounds
         self._places = None if len(places) == len(family.members) else torch.tensor(places, device=self.device)
         self._units: list[float] = []
+        self.cleared = False  # is there nothing of another step in what is measured?
         count = len(self.members)
         known = [
             [stream_of(Domain.OPTIMIZER, m.number) for m in self.members],
@@ -165,19 +166,29 @@ class Chosen:
         for group in self.members[0].placement.groups:
             dist.all_reduce(self._rows[name], operation, group=group)
 
-    def measure(self, units: list[float]) -> None:
-        """Find the largest gradients (and weights), in the units that gradients count in. Nothing is changed yet."""
+    @property
+    def agrees(self) -> bool:
+        """Do other ranks have parts of these gradients?"""
+        return bool(self.members[0].placement.groups)
+
+    def measure(self, units: list[float], worst: Tensor | None = None) -> None:
+        """Find the largest gradients (and weights), in the units that gradients count in. Nothing is changed yet.
+
+        The largest of all goes to `worst` if it is larger than what is there, or to the own one.
+        """
         assert self.lists is not None
         if units != self._units:
             self._units = units
             bits = [bits_of_number(float(np.float32(unit)), F32) for unit in units]
             self.units[0].copy_(torch.tensor(bits, dtype=torch.int32))
-        self._measure(self.lists, self.units, [], into=self._rows["largest"])
-        self._agree("largest")
-        torch.amax(self.largest, 0, out=self.worst)
+        clear, self.cleared = not self.cleared, False
+        self._measure(self.lists, self.units, [], into=self._rows["largest"], aside=worst, clear=clear)
+        if worst is None:
+            self._agree("largest")
+            torch.amax(self.largest, 0, out=self.worst)
 
-    def number(self, constants: Sequence[int], scalars: list[float], skip: Tensor | None) -> None:
-        """Make `numbers` and the new bounds."""
+    def number(self, constants: Sequence[int], scalars: list[float], skip: Tensor | None, told: Tensor | None = None) -> None:
+        """Make `numbers` and the new bounds. What `skip` holds is written to `told`."""
         assert self.lists is not None
         layout = self.layout
         if self._places is not None:
@@ -190,7 +201,8 @@ class Chosen:
                 scales.with_step(layout)(self._table, self._no_numbers, constants)
             kernels.square(layout)(self.lists, self.numbers, scalars, into=self._rows["sums"])
             self._agree("sums")
-        self._close(self._table, self._no_numbers, constants, skip)
+        self._close(self._table, self._no_numbers, constants, skip, aside=told)
+        self.cleared = True
 
     def update(self, scalars: list[float], skip: Tensor | None) -> None:
         assert self.lists is not None
@@ -208,19 +220,21 @@ class Step:
     scalars: list[float]  # of the update
     units: list[float]
 
-    def measure(self) -> None:
-        self.chosen.measure(self.units)
+    def measure(self, worst: Tensor | None = None) -> None:
+        self.chosen.measure(self.units, worst)
 
-    def do(self, worst: Tensor | None) -> None:
-        """The update, unless something was not finite."""
-        skip = worst if worst is None or worst.device == self.chosen.device else worst.to(self.chosen.device)
-        self.chosen.number(self.constants, self.scalars, skip)
+    def number(self, skip: Tensor | None, told: Tensor | None = None) -> None:
+        self.chosen.number(self.constants, self.scalars, skip, told)
+
+    def update(self, skip: Tensor | None) -> None:
+        """Unless something was not finite."""
         self.chosen.update(self.scalars, skip)
         for member in self.chosen.members:
             member.state["step"] += 1
 
     def undo_count(self) -> None:
         """The step did not happen."""
+        self.chosen.cleared = False
         for member in self.chosen.members:
             member.state["step"] -= 1
 

@@ -180,6 +180,7 @@ class ListFunction:
     tables: tuple[Table, ...] = ()
     reductions: tuple[str, ...] = ()
     words: int = 0  # of the first numbers, that have 16 bits and no sign: the keys of noise
+    aside: str = ""  # what else is written: "most" of the first reduction over all tensors, or what "skip" holds
 
     @property
     def of_blocks(self) -> bool:
@@ -192,20 +193,31 @@ class ListFunction:
         scalars: Sequence[float],
         skip: Tensor | None = None,
         into: Tensor | None = None,
+        aside: Tensor | None = None,
+        clear: bool = True,
     ) -> Tensor:
         """Apply to all. `numbers` is [numbers, tensors]. `skip` is one integer; if it is not below LIMIT, nothing happens.
 
         Returns the reductions, int64 [reductions, tensors]: `into`, or memory that the next call for these lists may use again.
+        Without `clear` they are added to what is there. `aside` is one integer (int64): of "most" the larger one of what is
+        there and what is found; what `skip` holds is written there in any case, and may be written to pinned memory.
         """
         reduced = lists.room(len(self.reductions)) if into is None else into
-        if self.reductions:
+        if self.reductions and clear:
             reduced.zero_()
         if lists.elements == 0:
             return reduced
         # At once where plain operations would be a hundred launches, or where an audit would see their temporaries.
         at_once = lists.device.type == "cuda" or dispatch_mode_count() > 0
         kernel = kernels.get_or_build(self, lists.device, kernels.SMALL if at_once else lists.work, _build)
+        if isinstance(kernel, _TritonListKernel):
+            kernel(lists, numbers, scalars, skip, reduced, aside)
+            return reduced
         (kernel or self._plain)(lists, numbers, scalars, skip, reduced)
+        if aside is not None and self.aside == "most":
+            torch.maximum(aside, reduced[0].amax(), out=aside)
+        elif aside is not None and skip is not None:
+            aside.copy_(skip, non_blocking=True)
         return reduced
 
     def shaped(self, row: Sequence[Tensor], width: int) -> list[Tensor]:
@@ -226,7 +238,10 @@ class ListFunction:
                 result = result.expand_as(shaped[place]).to(shaped[place].dtype)
                 shaped[place].copy_(result if skip is None else torch.where(skip.view(()) < LIMIT, result, shaped[place]))
             for number, (kind, result) in enumerate(zip(self.reductions, results[len(self.writes) :], strict=True)):
-                reduced[number, i] = result.to(torch.int64).amax() if kind == "max" else result.sum(dtype=torch.int64)
+                if kind == "max":
+                    reduced[number, i].clamp_(min=result.to(torch.int64).amax())
+                else:
+                    reduced[number, i] += result.sum(dtype=torch.int64)
 
 
 def plain_because(device: torch.device) -> str | None:
@@ -292,36 +307,50 @@ class _TritonListKernel:
         self._what = what
         self._tables = tables
         self._places = list(program.scalars)
-        self._run = triton.build(triton.source(program, what.elements, what.writes, what.reductions, len(tables)))
-        self._nothing: dict[torch.device, Tensor] = {}
+        self._run = triton.build(triton.source(program, what.elements, what.writes, what.reductions, len(tables), what.aside))
+        self._nothing: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor) -> None:
-        if skip is None:
-            if lists.device not in self._nothing:
-                self._nothing[lists.device] = torch.zeros(1, dtype=torch.int64, device=lists.device)
-            skip = self._nothing[lists.device]
+    def __call__(
+        self,
+        lists: Lists,
+        numbers: Tensor,
+        scalars: Sequence[float],
+        skip: Tensor | None,
+        reduced: Tensor,
+        aside: Tensor | None = None,
+    ) -> None:
+        if skip is None or aside is None:
+            if lists.device not in self._nothing:  # a zero, and memory that nobody reads
+                zero = torch.zeros(1, dtype=torch.int64, device=lists.device)
+                self._nothing[lists.device] = zero, torch.zeros_like(zero)
+            skip = self._nothing[lists.device][0] if skip is None else skip
+            aside = self._nothing[lists.device][1] if aside is None else aside
         shared = [float(scalars[place]) for place in self._places]
-        addresses = numbers.data_ptr(), skip.data_ptr(), reduced.data_ptr(), lists.aligned
+        addresses = numbers.data_ptr(), skip.data_ptr(), reduced.data_ptr(), aside.data_ptr(), lists.aligned
         found, launches = lists.prepared.get(self, (None, []))
         with nullcontext() if torch.cuda.current_device() == lists.device.index else torch.cuda.device(lists.device):
             if found != addresses or not launches:
-                lists.prepared[self] = addresses, self._first(lists, numbers, shared, skip, reduced)
+                lists.prepared[self] = addresses, self._first(lists, numbers, shared, skip, reduced, aside)
                 return
             for launch, before, after in launches:
                 launch(*before, *shared, *after)
 
-    def _first(self, lists: Lists, numbers: Tensor, shared: list[float], skip: Tensor, reduced: Tensor) -> list[Any]:
+    def _first(
+        self, lists: Lists, numbers: Tensor, shared: list[float], skip: Tensor, reduced: Tensor, aside: Tensor
+    ) -> list[Any]:
         """Launch, and say how to launch again: a function, and its arguments before and after the scalars.
 
         Nothing, where there is no compiled kernel (Triton's interpreter).
         """
         launches = []
+        there = aside if aside.is_cuda else torch.zeros_like(aside, device=lists.device)  # Triton wants a GPU's memory
         of_blocks = self._what.of_blocks
         each = _CUDA_BLOCK_EACH if of_blocks else _CUDA_EACH
         limit = {"maxnreg": _CUDA_BLOCK_REGISTERS} if of_blocks and self._what.writes else {}
         for chunks in lists.chunks(of_blocks, bool(self._what.writes)):
             before = [*lists.arrays, numbers, lists.tensors, lists.columns]
-            after = [*self._tables, reduced if self._what.reductions else skip, skip, LIMIT, chunks.tensors, chunks.starts]
+            after = [*self._tables, reduced if self._what.reductions else skip, skip, there, LIMIT]
+            after += [chunks.tensors, chunks.starts]
             constants = {"SIZE": chunks.size, "ROWS": chunks.rows, "STEPS": chunks.steps, "ALIGNED": lists.aligned}
             grid = (chunks.tensors.numel(), 1, 1)
             compiled = self._run[grid](
@@ -329,6 +358,9 @@ class _TritonListKernel:
                 num_warps=min(8, max(1, chunks.size * chunks.rows // each)), enable_fp_fusion=False, **limit,
             )  # fmt: skip
             if compiled is not None:
-                ends = [[x.data_ptr() if isinstance(x, Tensor) else x for x in part] for part in (before, after)]
+                known = [[aside if x is there else x for x in part] for part in (before, after)]
+                ends = [[x.data_ptr() if isinstance(x, Tensor) else x for x in part] for part in known]
                 launches.append((compiled[grid], ends[0], [*ends[1], *constants.values()]))
+        if there is not aside:
+            aside.copy_(there, non_blocking=True)
         return launches
