@@ -10,6 +10,7 @@ import typer
 
 from lowp.cli.errors import TRACEBACK, USER_ERRORS, one_line
 from lowp.cli.output import examples
+from lowp.invocation import command
 from lowp.starting import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def train(
         if resume:
             raise ValueError("--resume needs the run's directory: lowp train runs/NAME-001 --resume")
         out = next_directory(Path("runs"), chosen.name)
-    go_on = f"go on with: lowp train {out} --resume"
+    go_on = f"go on with: {command('train', out, '--resume')}"
     try:
         if chosen.ranks == 1:
             _run_here(chosen, out, resume=resume, data=data, quiet=quiet)
