@@ -65,6 +65,10 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.tensor.ops import quantize as quantize
     from lowp.tensor.packing import pack as pack
     from lowp.tensor.packing import unpack as unpack
+    from lowp.train_function import TrainingResult as TrainingResult
+    from lowp.train_function import train as train
+    from lowp.training.divergence import Diverged as Diverged
+    from lowp.training.recipe import Recipe as Recipe
     from lowp.wire.collectives import all_reduce as all_reduce
     from lowp.wire.compressor import Compressor as Compressor
     from lowp.wire.ddp import compress_gradients as compress_gradients
@@ -110,6 +114,9 @@ _MODULES = {  # where a name is to be found; without names: the module itself
     "lowp.tensor.noise": ("Noise",),
     "lowp.tensor.ops": ("decode", "encode", "fake_quantize", "quantize"),
     "lowp.tensor.packing": ("pack", "unpack"),
+    "lowp.train_function": ("TrainingResult", "train"),
+    "lowp.training.divergence": ("Diverged",),
+    "lowp.training.recipe": ("Recipe",),
     "lowp.wire.collectives": ("all_reduce",),
     "lowp.wire.compressor": ("Compressor",),
     "lowp.wire.ddp": ("compress_gradients",),
