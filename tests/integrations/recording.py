@@ -1,12 +1,17 @@
 """What a trainer's loop did with gradients, and whether virtual ranks give the same bits."""
 
+import logging
 import os
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lowp.integrations import request
 from lowp.wire.virtual import VirtualExchange
+
+SINGLE = "gradients are not compressed: this is a single process, which sends none (torchrun starts several)"
 
 
 class Recorder:
@@ -20,7 +25,7 @@ class Recorder:
         self._parameters = dict(model.named_parameters())
         for name, parameter in self._parameters.items():
             parameter.register_hook(lambda gradient, name=name: self._now.__setitem__(name, gradient.clone()))
-        optimizer.register_step_pre_hook(self._step)
+        optimizer.register_step_post_hook(self._step)  # Lightning computes gradients within step()
 
     def _step(self, *_) -> None:
         self.own.append(self._now)
@@ -72,3 +77,20 @@ def as_a_launcher_would(rank: int, world: int = 2) -> None:
     """What torchrun tells a process. The group is there already: trainers take it."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", ACCELERATE_USE_CPU="true", TOKENIZERS_PARALLELISM="false")
+
+
+@contextmanager
+def single_process():
+    """From here on this process is the only one. Gives the list of what the logger `lowp` says."""
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    request._said.clear()
+    logging.getLogger("lowp").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("lowp").removeHandler(handler)

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from recording import Recorder, as_a_launcher_would, same_state
+from recording import SINGLE, Recorder, as_a_launcher_would, same_state, single_process
 from torch import nn
 from wire import ranks
-
-from lowp.integrations import request
 
 STEPS = 3
 
@@ -68,6 +66,18 @@ def on_ranks(rank: int, folder: str) -> dict:
         _ = compiled.handle
     with pytest.raises(ValueError, match="the checkpoint has the compression of 1 models, here are 2"):
         compiled.load_state_dict({"models": [saved]})
+
+    with single_process() as found["said"]:
+        for _ in range(2):
+            AcceleratorState._reset_state(reset_partial_state=True)
+            compression = GradientCompression("e5m2", scale="aps")
+            accelerator = Accelerator(cpu=True, kwargs_handlers=[compression])
+            bare = net()
+            model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+            train(accelerator, model, optimizer, 0, 1)
+    found["nothing is done"] = model is bare and compression.handles == [] and compression.state_dict() == {"models": []}
+    with pytest.raises(RuntimeError, match="no model is compressed"):
+        _ = compression.handle
     return found
 
 
@@ -82,6 +92,8 @@ def test_two_ranks(tmp_path):
         assert found["total"].steps == STEPS + 2
         assert found["total"].bytes_sent > 0
         assert 3.5 < found["total"].ratio < 4.1
+        assert found["said"] == [SINGLE]
+        assert found["nothing is done"]
 
 
 def test_mistakes_are_found_before_there_is_a_model():
@@ -93,28 +105,3 @@ def test_mistakes_are_found_before_there_is_a_model():
         GradientCompression("e5m2", scal="aps")
     with pytest.raises(TypeError, match="comm_hook: a model has one communication hook"):
         GradientCompression("e5m2", comm_hook="fp16")
-
-
-def test_a_single_process_is_told_once(monkeypatch, caplog):
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
-
-    from lowp.integrations.accelerate import GradientCompression
-
-    monkeypatch.setattr(request, "_said", set())
-    for _ in range(2):
-        compression = GradientCompression("e5m2", scale="aps")
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[compression])
-        bare = net()
-        model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
-        train(accelerator, model, optimizer, 0, 1)
-    assert model is bare
-    assert compression.handles == []
-    assert compression.state_dict() == {"models": []}
-    with pytest.raises(RuntimeError, match="no model is compressed"):
-        _ = compression.handle
-    assert [record.message for record in caplog.records if record.name == "lowp"] == [
-        "gradients are not compressed: this is a single process, which sends none (torchrun starts several)"
-    ]
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert PartialState._shared_state == {}

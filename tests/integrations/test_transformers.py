@@ -5,14 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from recording import Recorder, as_a_launcher_would, names_of_torchvision, same_state
+from recording import SINGLE, Recorder, as_a_launcher_would, names_of_torchvision, same_state, single_process
 from wire import ranks
 
 import lowp
-from lowp.integrations import request
-
-# transformers and what it imports warn about torch and about each other
-pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning")
 
 OPTIONS = {"scale": "aps", "error_feedback": True}
 STEPS = 4
@@ -51,6 +47,7 @@ def trainer_of(folder, net, callbacks, **others):
 def on_ranks(rank: int, folder: str) -> dict:
     as_a_launcher_would(rank)
     names = names_of_torchvision()
+    from accelerate.state import AcceleratorState
     from transformers import TrainerCallback
 
     from lowp.integrations.transformers import GradientCompression
@@ -119,13 +116,21 @@ def on_ranks(rank: int, folder: str) -> dict:
         "optimizers": lambda net: {"optimizers": (lowp.optim.AdamW(net.named_parameters(), lr=1e-2), None)},
         "class": lambda net: {"optimizer_cls_and_kwargs": (lowp.optim.AdamW, {"lr": 1e-2, "update": "kahan"})},
     }.items():
-        net, before = model(), model()
+        net, before = model().half(), model().half()
         compression = GradientCompression("e4m3fn")
         trainer = trainer_of(Path(folder).parent / name, net, [compression], **others(net))
         trainer.train()
         moved_all = all(not torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
         found[name] = type(trainer.optimizer.optimizer) is lowp.optim.AdamW and moved_all and compression.handle.step == STEPS
         lowp.check_replicas(net)
+
+    with single_process() as found["said"]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        compression = GradientCompression("e5m2", scale="aps")
+        trainer = trainer_of(Path(folder).parent / f"single-{rank}", model(), [compression])
+        trainer.train()
+        trainer.train()
+    found["nothing is done"] = compression.handle is None
     del names
     return found
 
@@ -147,29 +152,5 @@ def test_two_ranks(tmp_path):
         assert found["told"]
         assert found["optimizers"]
         assert found["class"]
-
-
-def test_a_single_process_is_told_once(monkeypatch, caplog, tmp_path):
-    names = names_of_torchvision()
-    from accelerate.state import AcceleratorState
-
-    from lowp.integrations.transformers import GradientCompression
-
-    monkeypatch.setattr(request, "_said", set())
-    compression = GradientCompression("e5m2", scale="aps")
-    trainer = trainer_of(tmp_path, model(), [compression])
-    trainer.train()
-    trainer.train()
-    assert compression.handle is None
-    assert [record.message for record in caplog.records if record.name == "lowp"] == [
-        "gradients are not compressed: this is a single process, which sends none (torchrun starts several)"
-    ]
-    AcceleratorState._reset_state(reset_partial_state=True)
-    del names
-
-
-def test_mistakes_are_found_before_there_is_a_model():
-    from lowp.integrations.transformers import GradientCompression
-
-    with pytest.raises(ValueError, match="did you mean 'e5m2'"):
-        GradientCompression("e5m3m2")
+        assert found["said"] == [SINGLE]
+        assert found["nothing is done"]
