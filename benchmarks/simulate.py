@@ -32,14 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.harness import RESULTS, facts_of, heading, in_a_line, table, write
+from benchmarks.harness import RESULTS, alone, facts_of, heading, in_a_line, table, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowp
 from lowp.simulation import restore, simulate
-from lowp.train.models.gpt import gpt
-from lowp.train.models.resnet import resnet18
+from lowp.training.models.gpt import gpt
+from lowp.training.models.resnet import resnet18
 
 FORMATS = {"weights": "e4m3fn", "activations": "e4m3fn", "errors": "e5m2", "gradients": "e5m2"}
 STEP_BARS = {"cpu": 1.3, "cuda": 1.05}  # of the compiled plain step
@@ -248,11 +248,12 @@ def compare(case: Case, options: argparse.Namespace, missing: dict[str, str]) ->
         print(f"        {name}: first step {rows[name]['first_step_s']:.1f} s", flush=True)
     for row in rows.values():
         row |= {"ms": [], "cpu_ms": []}
-    for _ in range(options.rounds):
-        for name, step in steps.items():
-            wall, used = turn(step, options.device, options.seconds)
-            rows[name]["ms"].append(wall)
-            rows[name]["cpu_ms"].append(used)
+    with alone():
+        for _ in range(options.rounds):
+            for name, step in steps.items():
+                wall, used = turn(step, options.device, options.seconds)
+                rows[name]["ms"].append(wall)
+                rows[name]["cpu_ms"].append(used)
     steps.clear()
     gc.collect()
     return {"case": case.name, "dtype": _short(case.dtype), "batch": case.batch, "mode": options.mode, "contenders": rows}
