@@ -41,7 +41,7 @@ def table() -> str:
         for model, model_text in MODELS.items():
             if (link, model, "fp32") in seconds:
                 cells = [f"{seconds[link, model, 'fp32'] / seconds[link, model, wire]:.2f}" for wire in WIRES]
-                lines.append(f"| {link_text} | {model_text} | {' | '.join(cells)} |")
+                lines.append(f"| {link_text.replace(' ', '&nbsp;')} | {model_text} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"{_source(cpu, CPU)} {_source(gpu, GPU)}"])
 
 

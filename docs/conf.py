@@ -31,6 +31,7 @@ nb_execution_mode = "off"  # tests/test_notebooks.py runs them
 
 # Python
 default_role = "code"
+smartquotes = False  # "e5m2" is code
 add_module_names = False
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -12,6 +12,7 @@ An HTML comment on the line before a block says what is different about it:
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -75,9 +76,16 @@ def run_page(page: Path, folder: Path, slow: bool) -> None:
             exec(compile("\n" * (block.line - 1) + block.code, block.place.split(":")[0], "exec"), namespace)
 
 
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
 def run_shell(block: CodeBlock, folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    # Tests run side by side: each torchrun gets a port of its own, as by --master-port.
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PET_MASTER_PORT": str(free_port())}
     ran = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.code],
         cwd=folder,
