@@ -1,8 +1,8 @@
 """Every ```python and ```sh block of README.md and docs/ runs as it is printed.
 
 A page's blocks run from top to bottom, in one folder and, for Python, in one namespace: a page begins with what its later blocks
-need. A Python block whose first line is a comment with a file's name (`# train.py`) is a file: it is written, and a later
-`sh` block of the page runs it.
+need. A block of Python or TOML whose first line is a comment with a file's name (`# train.py`) is a file: it is written, and a later
+`sh` block of the page uses it. Other TOML is left alone.
 
 An HTML comment on the line before a block says what is different about it:
 
@@ -28,7 +28,7 @@ PAGES = [
     ROOT / "README.md",
     *(p for p in sorted(ROOT.glob("docs/**/*.md")) if p not in LEFT_OUT and "transcripts" not in p.parts),
 ]
-BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python|sh|toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- (not run|slow): (.+?) -->\n\Z")
 FILE = re.compile(r"# ([\w./-]+\.(?:py|toml))\n")
 MOST_NOT_RUN = 20  # of all pages
@@ -72,7 +72,7 @@ def run_page(page: Path, folder: Path, slow: bool) -> None:
             (folder / name[1]).write_text(block.code)
             later = "".join(after.code for after in blocks_of(page)[place:] if after.language == "sh")
             assert name[1] in later, f"{block.place}: no command of this page runs {name[1]}"
-        else:
+        elif block.language == "python":
             exec(compile("\n" * (block.line - 1) + block.code, block.place.split(":")[0], "exec"), namespace)
 
 
