@@ -1,7 +1,7 @@
 """README's table of step times, from recorded results: `python -m benchmarks.step_table README.md`, and `--check` in the tests.
 
-A cell says how many times as fast a whole training step is as with DDP's own float32: the median step of float32 over the median
-step of this wire, both measured in turns in one run. The rows come from the files of `python -m benchmarks predict`.
+A cell says how many times as fast a whole training step is as with DDP's own float32: the median step of float32 over the
+median step of this wire, both measured in turns in one run. The rows come from the files of `python -m benchmarks predict`.
 """
 
 import argparse

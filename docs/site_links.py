@@ -1,7 +1,8 @@
 """Links of the site to files of the repository that are no pages.
 
-`[results](../benchmarks/results/x.md)` works in the repository and on GitHub. On the site there is no such page, so that MyST would
-warn. Here such a link becomes a download of the file as it is, and one to README.md leads to the first page. A file that is not there stays a warning, and the build fails.
+`[results](../benchmarks/results/x.md)` works in the repository and on GitHub. On the site there is no such page, and MyST would
+warn. Here such a link becomes a download of the file as it is. A link to README.md leads to the first page. A file that is not
+there stays a warning, and the build fails.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Every ```python and ```sh block of README.md and docs/ runs as it is printed.
 
-A page's blocks run from top to bottom, in one folder and, for Python, in one namespace: a page begins with what its later blocks
-need. A block of Python or TOML whose first line is a comment with a file's name (`# train.py`) is a file: it is written, and a later
-`sh` block of the page uses it. Other TOML is left alone.
+A page's blocks run from top to bottom, in one folder and, for Python, in one namespace: a page begins with what its later
+blocks need. A block of Python or TOML whose first line is a comment with a file's name (`# train.py`) is a file: it is written,
+and a later `sh` block of the page uses it. Other TOML is left alone.
 
 An HTML comment on the line before a block says what is different about it:
 

@@ -148,14 +148,20 @@ def test_nothing_beside_the_repository_is_cited():
 
 def text_constants(module: Path) -> list[str]:
     """The texts of a module; in an f-string, each piece between two values."""
-    return [node.value for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        node.value
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 def test_messages_that_troubleshooting_lists_are_in_the_code():
     page = (ROOT / "docs/guides/troubleshooting.md").read_text()
     code = "\n".join(text for module in SOURCE.rglob("*.py") for text in text_constants(module))
     foreign = {"lowp: command not found", "Illegal instruction", "could not create a primitive"}
-    messages = [message for heading in re.findall(r"^### (.+)$", page, re.MULTILINE) for message in re.findall(r"`([^`]+)`", heading)]
+    messages = [
+        message for heading in re.findall(r"^### (.+)$", page, re.MULTILINE) for message in re.findall(r"`([^`]+)`", heading)
+    ]
     pieces = [piece.strip(" ,:") for message in messages if message not in foreign for piece in message.split("...")]
     gone = [piece for piece in pieces if len(piece) > 5 and piece not in code]
     assert len(pieces) > 30

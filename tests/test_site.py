@@ -39,7 +39,9 @@ class Page(HTMLParser):
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-b", "html"]
-    ran = subprocess.run([*command, "-d", str(folder / ".doctrees"), "docs", str(folder)], cwd=ROOT, capture_output=True, text=True)
+    ran = subprocess.run(
+        [*command, "-d", str(folder / ".doctrees"), "docs", str(folder)], cwd=ROOT, capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     return folder
 
@@ -65,9 +67,8 @@ def test_links_between_pages_lead_somewhere(site, pages):
             if parts.scheme or parts.netloc:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            if not target.exists():
-                broken.append((path.name, link))
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
+            ids = pages[target].ids if target in pages else {parts.fragment}
+            if not target.exists() or (parts.fragment and unquote(parts.fragment) not in ids):
                 broken.append((path.name, link))
     assert broken == []
 
