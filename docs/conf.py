@@ -28,6 +28,7 @@ suppress_warnings = ["myst.header"]  # a section may begin at the second level (
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
 nb_execution_mode = "off"  # tests/test_notebooks.py runs them
+nb_merge_streams = True
 
 # Python
 default_role = "code"
