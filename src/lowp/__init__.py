@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.simulation import Policy as Policy
     from lowp.simulation import Schedule as Schedule
     from lowp.simulation import SearchResult as SearchResult
+    from lowp.simulation import Products as Products
     from lowp.simulation import Simulation as Simulation
     from lowp.simulation import Together as Together
     from lowp.simulation import Uniform as Uniform
@@ -93,6 +94,7 @@ _LATER = {
             "OnOverflow",
             "PerLayer",
             "Policy",
+            "Products",
             "Schedule",
             "SearchResult",
             "Simulation",
