@@ -40,9 +40,9 @@ from benchmarks.papers import train
 from lowp.cli.format_plot import COLOURS, empty_figure, label, save
 from lowp.formats import Rounding
 from lowp.lab.mps import mps
-from lowp.train.check import check
-from lowp.train.reading import read_recipe, with_changes
-from lowp.train.recipe import Recipe
+from lowp.training.check import check
+from lowp.training.reading import read_recipe, with_changes
+from lowp.training.recipe import Recipe
 
 RANKS = 8
 BASELINE = "fp32 none"

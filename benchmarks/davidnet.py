@@ -34,13 +34,13 @@ import torch
 from benchmarks.harness import RESULTS, facts_of, heading, interval, table, take_turns, write
 from benchmarks.training.clock import step_ms
 
-from lowp.train.cuda_settings import cuda_settings
-from lowp.train.reading import read_recipe, with_changes
-from lowp.train.recipe import Recipe
-from lowp.train.run import run
-from lowp.train.trainer import Trainer
-from lowp.train.units import share_of_fp32
-from lowp.train.world import World
+from lowp.training.cuda_settings import cuda_settings
+from lowp.training.reading import read_recipe, with_changes
+from lowp.training.recipe import Recipe
+from lowp.training.run import run
+from lowp.training.trainer import Trainer
+from lowp.training.units import share_of_fp32
+from lowp.training.world import World
 
 BAR = 1.3  # the step of 8 virtual ranks over the one with 8 accumulated micro-batches
 SECTIONS = ("train", "steps")

@@ -22,12 +22,12 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, facts_of, heading, interval, table, write
 
-from lowp.train.check import check
-from lowp.train.reading import read_recipe, with_changes
-from lowp.train.recipe import Recipe
-from lowp.train.run import run
-from lowp.train.runs import Run, differences, is_run
-from lowp.train.toml import to_toml
+from lowp.training.check import check
+from lowp.training.reading import read_recipe, with_changes
+from lowp.training.recipe import Recipe
+from lowp.training.run import run
+from lowp.training.runs import Run, differences, is_run
+from lowp.training.toml import to_toml
 
 RANKS = 2
 EPOCHS = 10

@@ -24,12 +24,12 @@ from typing import Any
 from benchmarks.fashion import finished, verdict
 from benchmarks.harness import RESULTS, facts_of, heading, interval, table, write
 
-from lowp.train.check import check
-from lowp.train.divergence import Diverged
-from lowp.train.reading import read_recipe, with_changes
-from lowp.train.recipe import Precision, Recipe, Wire
-from lowp.train.run import run
-from lowp.train.runs import Run
+from lowp.training.check import check
+from lowp.training.divergence import Diverged
+from lowp.training.reading import read_recipe, with_changes
+from lowp.training.recipe import Precision, Recipe, Wire
+from lowp.training.run import run
+from lowp.training.runs import Run
 
 NEAREST = ("precision.rounding=nearest", "precision.update=nearest")
 

@@ -38,8 +38,8 @@ from torch.nn import functional as F
 
 import lowp
 from lowp.simulation import restore, simulate
-from lowp.train.models.gpt import gpt
-from lowp.train.models.resnet import resnet18
+from lowp.training.models.gpt import gpt
+from lowp.training.models.resnet import resnet18
 
 FORMATS = {"weights": "e4m3fn", "activations": "e4m3fn", "errors": "e5m2", "gradients": "e5m2"}
 STEP_BARS = {"cpu": 1.3, "cuda": 1.05}  # of the compiled plain step

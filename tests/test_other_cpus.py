@@ -138,9 +138,9 @@ def test_cuda_gives_the_digests_too():
 
 def trained() -> list[float]:
     """The loss of each step of a run: torch's own products, so that on another processor it is near, and not the same."""
-    from lowp.train.reading import read_recipe
-    from lowp.train.trainer import Trainer
-    from lowp.train.world import World
+    from lowp.training.reading import read_recipe
+    from lowp.training.trainer import Trainer
+    from lowp.training.world import World
 
     settings = ("data.limit=144", "batch=48", "epochs=2", "model.options.hidden=[16]", "device=cpu", "virtual_ranks=2")
     trainer = Trainer(read_recipe("aps8", settings), World(0, 1, torch.device("cpu")))

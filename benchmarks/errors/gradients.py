@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.train.data.base import Request
-from lowp.train.loss import CrossEntropy
-from lowp.train.reading import read_recipe, with_changes
-from lowp.train.recipe import Recipe
-from lowp.train.trainer import Trainer
-from lowp.train.world import World
+from lowp.training.data.base import Request
+from lowp.training.loss import CrossEntropy
+from lowp.training.reading import read_recipe, with_changes
+from lowp.training.recipe import Recipe
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
 
 ALONE: dict[str, Any] = {
     "ranks": 1,

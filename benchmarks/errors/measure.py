@@ -15,7 +15,7 @@ from benchmarks.errors.gradients import Snapshot
 from torch import Tensor
 
 from lowp.formats import Rounding
-from lowp.train.exchange.base import buckets_of
+from lowp.training.exchange.base import buckets_of
 from lowp.wire.settings import Settings
 from lowp.wire.virtual import VirtualExchange
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowp.train.models import build_model
+from lowp.training.models import build_model
 
 NAMES = ("mlp", "resnet18", "gpt")
 ON_GPUS = ("resnet50", "vgg16", "gpt2")  # the predictor's own

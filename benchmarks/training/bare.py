@@ -15,13 +15,13 @@ from benchmarks.training.cases import MOMENTUM, RATE, SEED, Case
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowp.train.cuda_settings import cuda_settings
-from lowp.train.data import open_data
-from lowp.train.data.base import Request
-from lowp.train.data.order import epoch_order
-from lowp.train.models import build_model
-from lowp.train.randomness import seed_of
-from lowp.train.world import World
+from lowp.training.cuda_settings import cuda_settings
+from lowp.training.data import open_data
+from lowp.training.data.base import Request
+from lowp.training.data.order import epoch_order
+from lowp.training.models import build_model
+from lowp.training.randomness import seed_of
+from lowp.training.world import World
 
 LOG_EVERY = 20
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lowp.train.data import open_data
-from lowp.train.recipe import Recipe
+from lowp.training.data import open_data
+from lowp.training.recipe import Recipe
 
 SEED = 1
 RATE, MOMENTUM = 0.01, 0.9

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from lowp.train.trainer import Trainer
+from lowp.training.trainer import Trainer
 
 
 def step_ms(trainer: Trainer, steps: int) -> float:

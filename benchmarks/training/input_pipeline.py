@@ -12,9 +12,9 @@ from benchmarks.harness import take_turns
 from benchmarks.training.cases import Case
 from benchmarks.training.clock import step_ms
 
-from lowp.train.cuda_settings import cuda_settings
-from lowp.train.trainer import Trainer
-from lowp.train.world import World, threads_of_a_rank
+from lowp.training.cuda_settings import cuda_settings
+from lowp.training.trainer import Trainer
+from lowp.training.world import World, threads_of_a_rank
 
 
 def compare(case: Case, device: str, rounds: int, seconds: float, data: Path | None) -> dict[str, Any]:

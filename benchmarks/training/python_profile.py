@@ -22,7 +22,7 @@ from benchmarks.training import bare
 from benchmarks.training.cases import Case
 from benchmarks.training.segments import world_of
 
-from lowp.train.run import run
+from lowp.training.run import run
 
 LISTED = 25
 

@@ -24,9 +24,9 @@ from benchmarks.training import bare
 from benchmarks.training.bare import LOG_EVERY, Stretch
 from benchmarks.training.cases import Case
 
-from lowp.train.json_lines import read_lines
-from lowp.train.run import run
-from lowp.train.world import World
+from lowp.training.json_lines import read_lines
+from lowp.training.run import run
+from lowp.training.world import World
 
 FEWEST_EPOCHS = 3  # in a segment: the first stretch is not counted
 WARM_UP = 0.1  # of a segment's stretches; not counted

@@ -19,10 +19,10 @@ from lowp.cli import demo
 from lowp.cli.demo_recipes import Variant, variants
 from lowp.cli.demo_screen import Screen
 from lowp.cli.demo_text import print_results
-from lowp.train.check import check
-from lowp.train.recipes import changed
-from lowp.train.rundir import RunDirectory
-from lowp.train.runs import Run, differences
+from lowp.training.check import check
+from lowp.training.recipes import changed
+from lowp.training.rundir import RunDirectory
+from lowp.training.runs import Run, differences
 
 NAMES = ["fp32", "unscaled8", "aps8", "block4", "pure16"]
 ACCURACIES = (0.84, 0.70, 0.837, 0.82, 0.835)
@@ -57,7 +57,7 @@ def no_ranks(monkeypatch, code: int = 0) -> list[list[str]]:
         make_runs(Path(command[2]))
         return code
 
-    monkeypatch.setattr("lowp.train.launch.launch", launch)
+    monkeypatch.setattr("lowp.training.launch.launch", launch)
     return told
 
 
@@ -91,7 +91,7 @@ def test_ranks_stop_between_two_trainings(tmp_path, monkeypatch):
 
     done: list[str] = []
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr("lowp.train.run.run", stopped)
+    monkeypatch.setattr("lowp.training.run.run", stopped)
     demo.train_all(tmp_path, 1, 0, quick=True)
     assert done == ["fp32"]
     assert signal.getsignal(signal.SIGINT) is before

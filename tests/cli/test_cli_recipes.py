@@ -5,10 +5,10 @@ import tomllib
 import pytest
 
 from lowp.cli.recipes import DATA_SETS
-from lowp.train.data import SET_NAMES
-from lowp.train.models import MODELS, model_options
-from lowp.train.recipes import RECIPES
-from lowp.train.toml import plain
+from lowp.training.data import SET_NAMES
+from lowp.training.models import MODELS, model_options
+from lowp.training.recipes import RECIPES
+from lowp.training.toml import plain
 
 
 def fits(text: str, columns: int) -> bool:

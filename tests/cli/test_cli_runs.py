@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lowp.cli.runs_plot import bytes_at
-from lowp.train.rundir import JsonLines, RunDirectory
-from lowp.train.runs import Run, differences, find_run, flat
+from lowp.training.rundir import JsonLines, RunDirectory
+from lowp.training.runs import Run, differences, find_run, flat
 
 EPOCHS, STEPS = 3, 60  # and steps an epoch
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import lowp
 from lowp.simulation import restore, simulate
-from lowp.train.models.gpt import gpt
-from lowp.train.models.resnet import resnet18
+from lowp.training.models.gpt import gpt
+from lowp.training.models.resnet import resnet18
 
 # torch's compilers warn about themselves.
 pytestmark = [

@@ -15,8 +15,8 @@ from lowp.formats import BlockFormat, Rounding
 from lowp.formats.registry import FORMATS
 from lowp.health import bodies
 from lowp.health.audit import ForbiddenTensor, audit
-from lowp.train.reading import read_recipe
-from lowp.train.run import run
+from lowp.training.reading import read_recipe
+from lowp.training.run import run
 
 HALF = torch.float16
 LIBRARY = torch.library.Library("lowp_audit_test", "DEF")

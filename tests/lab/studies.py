@@ -10,9 +10,9 @@ from typing import Any
 from lowp.lab.settings import StudyPlan, plan_of_study
 from lowp.lab.study import read_study
 from lowp.lab.study_directory import StudyDirectory
-from lowp.train.json_lines import JsonLines
-from lowp.train.rundir import RunDirectory
-from lowp.train.toml import to_toml
+from lowp.training.json_lines import JsonLines
+from lowp.training.rundir import RunDirectory
+from lowp.training.toml import to_toml
 
 TESTS = Path(__file__).parents[1]
 

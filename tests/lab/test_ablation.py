@@ -154,7 +154,7 @@ def plan(tmp_path):
 
 
 def test_a_directory_that_is_taken_is_refused(tmp_path, plan):
-    from lowp.train.rundir import RunError
+    from lowp.training.rundir import RunError
 
     with StudyDirectory.open(tmp_path / "s", plan, resume=False):
         pass
@@ -171,7 +171,7 @@ def test_a_directory_that_is_taken_is_refused(tmp_path, plan):
 def test_a_study_that_changed_is_not_mixed_with_its_old_runs(tmp_path):
     from studies import pretend
 
-    from lowp.train.rundir import RunError
+    from lowp.training.rundir import RunError
 
     pretend(tmp_path / "s", plan_of(write_study(tmp_path, BATCHES)), lambda setting, seed: 0.5)
     changed = write_study(tmp_path, BATCHES)

@@ -9,7 +9,7 @@ from studies import plan_of, pretend, pretend_run, write_study
 import lowp
 from lowp.formats import FORMATS
 from lowp.lab.results import study_results
-from lowp.train.runs import Run
+from lowp.training.runs import Run
 
 
 class Table(HTMLParser):

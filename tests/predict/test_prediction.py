@@ -16,7 +16,7 @@ from lowp.predict.cluster_file import cluster_of
 from lowp.predict.memory_needs import TrainingFormats
 from lowp.predict.prediction import bucketed, predict, ranks_of
 from lowp.predict.wires import wire_of
-from lowp.train.exchange.base import FIRST_BUCKET
+from lowp.training.exchange.base import FIRST_BUCKET
 
 WIRES = ("fp32", "fp16", "e5m2/aps", "e4m3fn", "e2m1fn/block:32@ring", "nvfp4@hierarchical", "adaptive:4.4", "topk:0.01",
          "fp32@tree", "e5m2@hierarchical(leaders)", "fp32@halving_doubling", "fp16@torus", "fp32@parameter_server")  # fmt: skip

@@ -9,7 +9,7 @@ from torch import nn
 
 from lowp.simulation import restore, simulate
 from lowp.simulation.policies import GradientDiversity, MemoryBudget, OnOverflow, PerLayer, Schedule, Together, Uniform
-from lowp.train.models import build_model
+from lowp.training.models import build_model
 
 ROLES = ("weights", "activations", "errors", "gradients")
 

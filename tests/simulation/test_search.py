@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lowp.simulation import restore, simulate, simulation_of
 from lowp.simulation.greedy import Measurements, descend, improve
 from lowp.simulation.search import search
-from lowp.train.models import build_model
+from lowp.training.models import build_model
 
 FORMATS = ("e2m1fn", "e4m3fn", "fp16")
 MODELS = {

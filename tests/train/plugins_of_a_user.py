@@ -9,7 +9,7 @@ def recipe():
 
 
 def recipe_of_itself():
-    from lowp.train.reading import read_recipe
+    from lowp.training.reading import read_recipe
 
     return read_recipe("train.plugins_of_a_user:recipe_of_itself")
 

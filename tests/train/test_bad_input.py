@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lowp.cli import app
-from lowp.train.check import check
-from lowp.train.data import open_data
-from lowp.train.data.base import Request
-from lowp.train.data.layouts import read_idx
-from lowp.train.keys import all_keys, kind_at, written
-from lowp.train.mistakes import RecipeError
-from lowp.train.models import MODELS
-from lowp.train.plugins import PluginError, load_plugin
-from lowp.train.reading import read_recipe
-from lowp.train.recipes import RECIPES
-from lowp.train.toml import to_toml
-from lowp.train.trainer import Trainer
-from lowp.train.world import World
+from lowp.training.check import check
+from lowp.training.data import open_data
+from lowp.training.data.base import Request
+from lowp.training.data.layouts import read_idx
+from lowp.training.keys import all_keys, kind_at, written
+from lowp.training.mistakes import RecipeError
+from lowp.training.models import MODELS
+from lowp.training.plugins import PluginError, load_plugin
+from lowp.training.reading import read_recipe
+from lowp.training.recipes import RECIPES
+from lowp.training.toml import to_toml
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
 
 USER = "train.plugins_of_a_user"
 CPU = torch.device("cpu")
@@ -292,7 +292,7 @@ def test_a_torchvision_that_cannot_be_imported(monkeypatch):
         raise RuntimeError("operator torchvision::nms does not exist\nmore lines")
 
     broken = types.SimpleNamespace(import_module=fail)
-    monkeypatch.setattr("lowp.train.models.importlib", broken)
+    monkeypatch.setattr("lowp.training.models.importlib", broken)
     recipe = read_recipe("fp32", ["model.name=torchvision:fcn_resnet50"])
     said = r"torchvision cannot be imported \(RuntimeError: operator torchvision::nms does not exist\); install the version"
     assert re.match(f"model: model 'torchvision:fcn_resnet50': {said}", refusal(check, recipe))

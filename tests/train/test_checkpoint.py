@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import lowp
-from lowp.train import checkpoint
-from lowp.train.checkpoint import CheckpointError, NoUsableCheckpoint, latest, load, pack, save, unpack
-from lowp.train.stored_state import STORABLE
+from lowp.training import checkpoint
+from lowp.training.checkpoint import CheckpointError, NoUsableCheckpoint, latest, load, pack, save, unpack
+from lowp.training.stored_state import STORABLE
 from lowp.wire.exchange import State
 from lowp.wire.layer_tensors import Bounds, Residuals
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowp.train.data import SET_NAMES, download, files, open_data
-from lowp.train.data.augment import Augment
-from lowp.train.data.base import Request
-from lowp.train.data.images import ResidentImages, values_of
-from lowp.train.data.layouts import read_cifar, read_idx
-from lowp.train.data.make_fashion14 import make, shrink
-from lowp.train.data.order import epoch_order, shares
-from lowp.train.data.sets import CIFAR_FILES, IMAGE_SETS, MNIST_FILES
+from lowp.training.data import SET_NAMES, download, files, open_data
+from lowp.training.data.augment import Augment
+from lowp.training.data.base import Request
+from lowp.training.data.images import ResidentImages, values_of
+from lowp.training.data.layouts import read_cifar, read_idx
+from lowp.training.data.make_fashion14 import make, shrink
+from lowp.training.data.order import epoch_order, shares
+from lowp.training.data.sets import CIFAR_FILES, IMAGE_SETS, MNIST_FILES
 from waiting import no_host_waits
 
 CPU = torch.device("cpu")
@@ -301,7 +301,7 @@ def resident(augment: tuple[str, ...] = (), dtype: torch.dtype = torch.float32, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("ready", [False, True])
 def test_normalisation_rounds_once(monkeypatch, dtype, ready):
-    monkeypatch.setattr("lowp.train.data.images._READY_BYTES", 1 << 20 if ready else 0)
+    monkeypatch.setattr("lowp.training.data.images._READY_BYTES", 1 << 20 if ready else 0)
     images, _, split = resident(dtype=dtype)
     ((batch, labels),) = split.stream(asked([3, 63, 3]))
     middle = torch.tensor([0.5, 0.4, 0.3], dtype=torch.float64)[:, None, None]
@@ -313,7 +313,7 @@ def test_normalisation_rounds_once(monkeypatch, dtype, ready):
 @pytest.mark.parametrize("names", [("crop",), ("flip",), ("cutout",), ("crop", "flip", "cutout")])
 @pytest.mark.parametrize("ready", [False, True])
 def test_augmentation_is_what_it_is_one_image_at_a_time(monkeypatch, names, ready):
-    monkeypatch.setattr("lowp.train.data.images._READY_BYTES", 1 << 30 if ready else 0)
+    monkeypatch.setattr("lowp.training.data.images._READY_BYTES", 1 << 30 if ready else 0)
     _, _, plain = resident()
     _, _, split = resident(names)
     (request,) = asked(list(range(64)))
@@ -554,7 +554,7 @@ def test_the_embedded_set_can_be_made_again():
     ids=lambda choice: choice.name,
 )
 def test_a_gpu_gives_the_same_batches_without_waiting(monkeypatch, choice, ready):
-    monkeypatch.setattr("lowp.train.data.images._READY_BYTES", 1 << 30 if ready else 0)
+    monkeypatch.setattr("lowp.training.data.images._READY_BYTES", 1 << 30 if ready else 0)
     requests = asked(*([step, 19, 3] for step in range(8)))
     expected = list(opened(choice, dtype=torch.float16).train.stream(requests))
     on_gpu = open_data(choice, device=torch.device("cuda"), dtype=torch.float16, directory=None).train

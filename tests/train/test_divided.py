@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lowp.train.reading import read_recipe
-from lowp.train.run import run
+from lowp.training.reading import read_recipe
+from lowp.training.run import run
 from train.training import final_state
 
 SETTINGS = (
@@ -44,7 +44,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def test_one_rank_cannot_divide_a_model():
-    from lowp.train.check import check
+    from lowp.training.check import check
 
     with pytest.raises(ValueError, match="parallel"):
         check(read_recipe("mnist-model-parallel", ["ranks=1"]))

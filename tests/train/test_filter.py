@@ -2,8 +2,8 @@
 
 import json
 
-from lowp.train.reading import read_recipe
-from lowp.train.run import run
+from lowp.training.reading import read_recipe
+from lowp.training.run import run
 
 SETTINGS = ("data.limit=256", "batch=64", "epochs=1", "log.every=1", "model.options.hidden=[16]")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowp.train.run import run as train
+from lowp.training.run import run as train
 from train.hosts import two_hosts
 from train.training import final_state
 
@@ -46,7 +46,7 @@ def test_torchrun_on_two_hosts_is_two_virtual_ranks(hosts, tmp_path):
     assert [process.returncode for process in processes] == [0, 0], said
     assert "2 real ranks" in said[0]
     assert "accuracy" not in said[1]
-    from lowp.train.reading import read_recipe
+    from lowp.training.reading import read_recipe
 
     train(read_recipe("fp32", [*SETTINGS, "virtual_ranks=2", "threads=1"]), tmp_path / "virtual", quiet=True)
     but = frozenset({"bytes_sent", "bytes_of_fp32"})  # the virtual world does not count padding

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowp.train import launch, run
-from lowp.train.divergence import Diverged
-from lowp.train.launch import RanksFailed
-from lowp.train.reading import read_recipe
-from lowp.train.rundir import RunDirectory, RunError
-from lowp.train.world import threads_of_a_rank
+from lowp.training import launch, run
+from lowp.training.divergence import Diverged
+from lowp.training.launch import RanksFailed
+from lowp.training.reading import read_recipe
+from lowp.training.rundir import RunDirectory, RunError
+from lowp.training.world import threads_of_a_rank
 from train import training
 from train.training import SOURCE, TESTS, arguments, ranks_of, until
 
@@ -171,8 +171,8 @@ def test_a_resumed_run_keeps_its_threads(tmp_path, monkeypatch):
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from lowp.train.reading import read_recipe
-from lowp.train.run import run
+from lowp.training.reading import read_recipe
+from lowp.training.run import run
 before = dict(os.environ), [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 end = run(read_recipe("fp32", sys.argv[2:]), Path(sys.argv[1]), quiet=True)
 assert (dict(os.environ), [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]) == before

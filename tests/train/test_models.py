@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lowp
-from lowp.train.models import MODELS, build_model, model_options
+from lowp.training.models import MODELS, build_model, model_options
 
 
 @pytest.fixture(autouse=True)

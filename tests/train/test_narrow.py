@@ -5,9 +5,9 @@ import torch
 
 import lowp
 from lowp.simulation import describe
-from lowp.train.reading import read_recipe
-from lowp.train.trainer import Trainer
-from lowp.train.world import World
+from lowp.training.reading import read_recipe
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
 
 SMALL = ["data.limit=64", "batch=16", "model.options.hidden=[8]", "device=cpu", "threads=1"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lowp.train import rendezvous
+from lowp.training import rendezvous
 from train import training
 from train.hosts import two_hosts
 from train.training import arguments, ranks_of, until

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 import lowp
-from lowp.train.models import build_model
-from lowp.train.parallel import (
+from lowp.training.models import build_model
+from lowp.training.parallel import (
     RealTeam,
     SplitLinear,
     TensorCodec,

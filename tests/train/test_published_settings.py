@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from lowp.formats import format as parse_format
-from lowp.train.check import check
-from lowp.train.learning_rate import factor_of
-from lowp.train.reading import read_recipe
-from lowp.train.recipe import Recipe
-from lowp.train.recipes import RECIPES
-from lowp.train.trainer import Trainer
-from lowp.train.world import World
+from lowp.training.check import check
+from lowp.training.learning_rate import factor_of
+from lowp.training.reading import read_recipe
+from lowp.training.recipe import Recipe
+from lowp.training.recipes import RECIPES
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
 from lowp.wire.virtual import VirtualWorld
 
 CPU = torch.device("cpu")

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import nn
 
-from lowp.train import recipe as schema
-from lowp.train.check import check, check_model
-from lowp.train.keys import all_keys, written
-from lowp.train.mistakes import RecipeError, explain
-from lowp.train.numerics import wire_settings
-from lowp.train.reading import read_recipe, with_changes
-from lowp.train.recipe import DataSettings, LayerRoles, ModelSettings, Phase, Precision, Promote, Recipe, Switch, Wire
-from lowp.train.recipes import RECIPES
-from lowp.train.toml import to_toml
+from lowp.training import recipe as schema
+from lowp.training.check import check, check_model
+from lowp.training.keys import all_keys, written
+from lowp.training.mistakes import RecipeError, explain
+from lowp.training.numerics import wire_settings
+from lowp.training.reading import read_recipe, with_changes
+from lowp.training.recipe import DataSettings, LayerRoles, ModelSettings, Phase, Precision, Promote, Recipe, Switch, Wire
+from lowp.training.recipes import RECIPES
+from lowp.training.toml import to_toml
 
 # There and back.
 
@@ -161,7 +161,7 @@ def test_functions(tmp_path, monkeypatch):
     write(
         tmp_path,
         "recipes_of_a_user.py",
-        "from lowp.train.recipe import Precision, Recipe\n"
+        "from lowp.training.recipe import Precision, Recipe\n"
         "def made(): return Recipe(name='made', model={'options': {'hidden': (4, 4)}})\n"
         "def table(): return {'name': 'table', 'epochs': 2}\n"
         "def wrong(): return Recipe(epoch=2)\n"

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import lowp
-from lowp.train import durable, rundir
-from lowp.train.json_lines import LogError
-from lowp.train.rundir import JsonLines, RunDirectory, RunError, environment, next_directory, read_lines
+from lowp.training import durable, rundir
+from lowp.training.json_lines import LogError
+from lowp.training.rundir import JsonLines, RunDirectory, RunError, environment, next_directory, read_lines
 
 
 @pytest.fixture

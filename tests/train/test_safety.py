@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from lowp.train import checkpoint
+from lowp.training import checkpoint
 from train import training
 from train.training import OF_THE_RANKS, arguments, assert_same, ranks_of, status
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowp.train.reading import read_recipe
-from lowp.train.run import run
-from lowp.train.trainer import Trainer
-from lowp.train.world import World
+from lowp.training.reading import read_recipe
+from lowp.training.run import run
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
 from train import training
 from train.training import OF_THE_RANKS, TINY, arguments, assert_same
 

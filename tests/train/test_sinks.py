@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lowp.train import sinks as module
-from lowp.train.progress import Progress, fitting, summary_rows
-from lowp.train.sinks import curves, open_sinks
-from lowp.train.units import bytes_text, count_text, duration_text, loss_text, number_text, share_of_fp32, share_text
+from lowp.training import sinks as module
+from lowp.training.progress import Progress, fitting, summary_rows
+from lowp.training.sinks import curves, open_sinks
+from lowp.training.units import bytes_text, count_text, duration_text, loss_text, number_text, share_of_fp32, share_text
 
 RECIPE = {"name": "aps8", "wire": {"format": "e5m2"}}
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
-from lowp.train import checkpoint
-from lowp.train.data.base import AHEAD, Request
-from lowp.train.divergence import Diverged
-from lowp.train.metrics import KEPT, Metrics
-from lowp.train.reading import read_recipe
-from lowp.train.run import run
-from lowp.train.trainer import Trainer
-from lowp.train.world import World
+from lowp.training import checkpoint
+from lowp.training.data.base import AHEAD, Request
+from lowp.training.divergence import Diverged
+from lowp.training.metrics import KEPT, Metrics
+from lowp.training.reading import read_recipe
+from lowp.training.run import run
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
 from train.training import TIMES
 
 HERE = World(0, 1, torch.device("cpu"))
@@ -75,7 +75,7 @@ def later(request, monkeypatch):
 
 
 def answer_later(monkeypatch, later: bool) -> None:
-    monkeypatch.setattr("lowp.train.trainer.ANSWER_LATER", ("cuda", "cpu") if later else ("cuda",), raising=False)
+    monkeypatch.setattr("lowp.training.trainer.ANSWER_LATER", ("cuda", "cpu") if later else ("cuda",), raising=False)
 
 
 def recipe_of(*changes: str):
@@ -172,7 +172,7 @@ def test_an_error_of_the_step_after_a_bad_one_names_the_bad_one(monkeypatch):
 def test_large_models_wait(monkeypatch):
     """Copies of weights and states would take too much memory: the answer is read before the update."""
     answer_later(monkeypatch, True)
-    monkeypatch.setattr("lowp.train.update.COPIES_AT_MOST", 1000)
+    monkeypatch.setattr("lowp.training.update.COPIES_AT_MOST", 1000)
     trainer = Trainer(recipe_of("optimizer.momentum=0.9"), HERE)
     trainer.train_step()
     monkeypatch.setattr("train.test_update.sick_at", 1)

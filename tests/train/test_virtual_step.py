@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowp.train.reading import read_recipe
-from lowp.train.trainer import Trainer
-from lowp.train.world import World
+from lowp.training.reading import read_recipe
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
 
 CPU = torch.device("cpu")
 SMALL = ["epochs=1", "batch=16", "data.limit=64", "device=cpu", "threads=1", "optimizer.lr=0.05"]

@@ -3,10 +3,10 @@
 import pytest
 
 from lowp.predict.recipe_plan import planned_recipe
-from lowp.train.check import check
-from lowp.train.mistakes import RecipeError
-from lowp.train.reading import read_recipe
-from lowp.train.run import run
+from lowp.training.check import check
+from lowp.training.mistakes import RecipeError
+from lowp.training.reading import read_recipe
+from lowp.training.run import run
 
 TINY = ["epochs=1", "batch=32", "model.options.hidden=[16]", "wire=plan", "threads=1"]
 

@@ -3,7 +3,7 @@
 Importing torch and lowp takes seconds, and these tests start dozens of processes. So one process imports everything once, and
 forks a fresh one for each command (`serve`). Such a process is like one from a shell: its own session and process group, its
 own output, the default signals. Ranks are started as torchrun starts them, by environment variables; what `--ranks` itself does
-(src/lowp/train/launch.py) is tested with real interpreters: `Server.interpreter`.
+(src/lowp/training/launch.py) is tested with real interpreters: `Server.interpreter`.
 """
 
 import atexit
@@ -271,8 +271,8 @@ def _of_interruption(message: str) -> bool:
 
 def final_state(run: Path, but: frozenset[str] = frozenset()) -> tuple[bytes, bytes]:
     """The newest checkpoint, less the times: its structure and its tensors, as bytes that can be compared."""
-    from lowp.train import checkpoint
-    from lowp.train.stored_state import to_bytes
+    from lowp.training import checkpoint
+    from lowp.training.stored_state import to_bytes
 
     newest = max((run / "checkpoints").glob("step-*"))
     _, state = checkpoint.load(newest, fingerprint=None)
@@ -308,9 +308,9 @@ def serve() -> None:
     import torch._dynamo  # noqa: F401  # what torch loads with its first optimizer
 
     import lowp.cli
-    import lowp.train.check
-    import lowp.train.recipes
-    import lowp.train.run
+    import lowp.training.check
+    import lowp.training.recipes
+    import lowp.training.run
 
     lowp.set_kernel_policy("never")  # to build one takes seconds
 

@@ -90,9 +90,9 @@ def test_a_tied_parameter_is_found_by_any_name(pattern):
 
 
 def test_a_recipe_may_name_the_tied_head():
-    from lowp.train.check import check_model
-    from lowp.train.models import build_model
-    from lowp.train.reading import read_recipe
+    from lowp.training.check import check_model
+    from lowp.training.models import build_model
+    from lowp.training.reading import read_recipe
 
     options = {"width": 8, "layers": 1, "heads": 2, "tied": True}
     model = build_model("gpt", shape=(8,), classes=11, options=options)

@@ -135,7 +135,7 @@ def _print_plan(
     """What will be done; the seconds of a run of each setting."""
     from lowp.cli.ablate_table import plan_table
     from lowp.lab.estimate import estimated_seconds, total_seconds
-    from lowp.train.units import duration_text
+    from lowp.training.units import duration_text
 
     out = console()
     study, count = plan.study, len(plan.settings)

@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from lowp.cli.output import table
-from lowp.train.runs import Run, is_run
-from lowp.train.units import duration_text, loss_text, share_text
+from lowp.training.runs import Run, is_run
+from lowp.training.units import duration_text, loss_text, share_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

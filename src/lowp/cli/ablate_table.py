@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli.output import table
-from lowp.train.units import UNKNOWN, bytes_text, loss_text
+from lowp.training.units import UNKNOWN, bytes_text, loss_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -48,7 +48,7 @@ def calibrate(
     from lowp.predict.calibration import check_limit, codecs_of
     from lowp.predict.candidates import CODECS
     from lowp.predict.subjects import check_models
-    from lowp.train.launch import FAILED, RanksFailed, follow_launcher, is_rank, launch
+    from lowp.training.launch import FAILED, RanksFailed, follow_launcher, is_rank, launch
 
     _check_out(out)
     check_limit(seconds)
@@ -102,9 +102,9 @@ def _measure(
     from lowp.predict.cluster_file import cluster_toml
     from lowp.predict.recipe_plan import calibrate_recipe
     from lowp.predict.subjects import subject_of
-    from lowp.train.durable import replace_file
-    from lowp.train.reading import read_recipe
-    from lowp.train.world import World
+    from lowp.training.durable import replace_file
+    from lowp.training.reading import read_recipe
+    from lowp.training.world import World
 
     began = time.perf_counter()
 

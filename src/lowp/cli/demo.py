@@ -17,7 +17,7 @@ from lowp.cli.format_plot import check_suffix
 from lowp.cli.output import console, examples
 
 if TYPE_CHECKING:
-    from lowp.train.runs import Run
+    from lowp.training.runs import Run
 
 EXAMPLES = examples(
     ("lowp demo", "under a minute and a half on two cores"),
@@ -41,7 +41,7 @@ def run_demo(
 
     Nothing is downloaded: the images lie inside the package. What is sent is really sent, between processes on this machine.
     """
-    from lowp.train.launch import is_rank
+    from lowp.training.launch import is_rank
 
     if is_rank():
         assert out is not None
@@ -58,10 +58,10 @@ def _watch_all(plot: Path, out: Path | None, ranks: int, seed: int, quick: bool)
     from lowp.cli.demo_recipes import variants
     from lowp.cli.demo_screen import Screen
     from lowp.cli.demo_text import print_introduction, print_next, print_results
-    from lowp.train.check import check
-    from lowp.train.launch import launch
-    from lowp.train.rundir import next_directory
-    from lowp.train.runs import Run
+    from lowp.training.check import check
+    from lowp.training.launch import launch
+    from lowp.training.rundir import next_directory
+    from lowp.training.runs import Run
 
     check_suffix(plot)
     chosen = variants(ranks, seed, quick)
@@ -104,10 +104,10 @@ def _write_report(runs: list["Run"], folder: Path) -> Path | str:
 def train_all(folder: Path, ranks: int, seed: int, quick: bool) -> None:
     """A rank's part. It says nothing: the person's process reads what is happening from the runs' directories."""
     from lowp.cli.demo_recipes import variants
-    from lowp.train.divergence import Diverged
-    from lowp.train.run import run
-    from lowp.train.stop import Stop
-    from lowp.train.world import World
+    from lowp.training.divergence import Diverged
+    from lowp.training.run import run
+    from lowp.training.stop import Stop
+    from lowp.training.world import World
 
     chosen = variants(ranks, seed, quick)
     world = World.join("cpu", threads=1)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from lowp.cli.demo_recipes import Variant
 from lowp.cli.format_plot import COLOURS, empty_figure, label, save
 from lowp.cli.runs_plot import bytes_at
-from lowp.train.runs import Run
+from lowp.training.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

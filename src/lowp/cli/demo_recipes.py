@@ -9,8 +9,8 @@ FP32 all layers learn.
 from dataclasses import dataclass
 from typing import Any
 
-from lowp.train.recipe import Recipe
-from lowp.train.recipes import changed, fp32, pure16
+from lowp.training.recipe import Recipe
+from lowp.training.recipes import changed, fp32, pure16
 
 EIGHT_BITS = "e4m3fn"
 FOUR_BITS = "e2m1fn"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from lowp.cli.demo_recipes import Variant
 from lowp.cli.output import table
-from lowp.train.runs import Run, is_run
-from lowp.train.units import UNKNOWN, bytes_text, count_text, loss_text, share_text
+from lowp.training.runs import Run, is_run
+from lowp.training.units import UNKNOWN, bytes_text, count_text, loss_text, share_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -9,8 +9,8 @@ from lowp.cli.demo_recipes import EIGHT_BITS, FOUR_BITS, Variant
 from lowp.cli.output import table
 from lowp.formats import BlockFormat
 from lowp.formats.binades import positive_codes
-from lowp.train.runs import Run
-from lowp.train.units import UNKNOWN, bytes_text, share_text
+from lowp.training.runs import Run
+from lowp.training.units import UNKNOWN, bytes_text, share_text
 
 HEADINGS = ("test\naccuracy", "against\nfp32", "sent by\na rank", "of\nfp32", "ms a\nstep", "bytes a\nparameter")
 NOISE = 1.5  # points of accuracy by which two trainings differ that differ in their seed alone

@@ -8,8 +8,8 @@ import typer
 from lowp.cli.output import JSON_HELP, console, examples, print_json, table
 
 if TYPE_CHECKING:
-    from lowp.train.footprint import Footprint
-    from lowp.train.recipe import Recipe
+    from lowp.training.footprint import Footprint
+    from lowp.training.recipe import Recipe
 
 EXAMPLES = examples(
     ("lowp memory pure16", "bytes a parameter, by role, beside FP32's"),
@@ -26,9 +26,9 @@ def show_memory(
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Bytes a parameter by role (weights, gradients, optimizer state, buffers), and what a step sends."""
-    from lowp.train.check import check
-    from lowp.train.footprint import footprint
-    from lowp.train.reading import read_recipe
+    from lowp.training.check import check
+    from lowp.training.footprint import footprint
+    from lowp.training.reading import read_recipe
 
     chosen = read_recipe(recipe, changes or [])
     check(chosen)
@@ -41,7 +41,7 @@ def show_memory(
 
 
 def _print(found: "Footprint") -> None:
-    from lowp.train.units import bytes_text
+    from lowp.training.units import bytes_text
 
     counted = found.memory
     result = table()
@@ -71,7 +71,7 @@ def _sample(recipe: "Recipe", data: Path | None, shape: str | None, classes: int
             raise ValueError(f"--shape {shape!r} must be whole numbers with commas: 3,32,32") from None
     import torch
 
-    from lowp.train.data import open_data
+    from lowp.training.data import open_data
 
     opened = open_data(recipe.data, device=torch.device("cpu"), dtype=torch.float32, directory=data)
     return opened.shape, opened.classes

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lowp.cli.output import console, table
 from lowp.predict.prediction import PredictedStep, Prediction
 from lowp.predict.quantities import rate_text, seconds_text
-from lowp.train.units import UNKNOWN, bytes_text, count_text
+from lowp.training.units import UNKNOWN, bytes_text, count_text
 
 if TYPE_CHECKING:
     from rich.table import Table

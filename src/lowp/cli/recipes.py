@@ -10,7 +10,7 @@ import typer
 from lowp.cli.output import JSON_HELP, console, examples, print_json, table
 
 if TYPE_CHECKING:
-    from lowp.train.recipe import Recipe, Section
+    from lowp.training.recipe import Recipe, Section
 
 EXAMPLES = examples(
     ("lowp recipes", "all of them, by data set"),
@@ -65,7 +65,7 @@ def show_recipes(
 
 def _show_list(json: bool) -> None:
     """All names, by the data that they need."""
-    from lowp.train.recipes import RECIPES
+    from lowp.training.recipes import RECIPES
 
     recipes = [function() for function in RECIPES.values()]
     if json:
@@ -88,10 +88,10 @@ def _show_list(json: bool) -> None:
 
 
 def _show_recipe(name: str, toml: bool, json: bool) -> None:
-    from lowp.train.keys import written
-    from lowp.train.reading import read_recipe
-    from lowp.train.recipes import RECIPES
-    from lowp.train.toml import plain, to_toml, value_text
+    from lowp.training.keys import written
+    from lowp.training.reading import read_recipe
+    from lowp.training.recipes import RECIPES
+    from lowp.training.toml import plain, to_toml, value_text
 
     recipe = read_recipe(name)
     explanation = _reflowed((RECIPES[name].__doc__ if name in RECIPES else None) or recipe.description)
@@ -123,7 +123,7 @@ def _reflowed(text: str) -> str:
 
 def _changes(recipe: "Recipe") -> Iterator[tuple[tuple[str, ...], Any]]:
     """The keys that differ from the defaults, but for the recipe's name and description."""
-    from lowp.train.recipe import Recipe, Section
+    from lowp.training.recipe import Recipe, Section
 
     def differing(
         section: "Section", default: "Section | None", path: tuple[str, ...]
@@ -139,8 +139,8 @@ def _changes(recipe: "Recipe") -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _show_models(json: bool) -> None:
-    from lowp.train.models import MODELS, model_options
-    from lowp.train.toml import plain, value_text
+    from lowp.training.models import MODELS, model_options
+    from lowp.training.toml import plain, value_text
 
     found = {name: (_first_line(function), plain(model_options(name))) for name, function in MODELS.items()}
     if json:

@@ -8,7 +8,7 @@ import typer
 
 from lowp.cli.output import JSON_HELP, console, examples, print_json
 from lowp.cli.runs_table import comparison, list_of_runs, recipe_differences
-from lowp.train.runs import Run, differences, find_run, runs_under
+from lowp.training.runs import Run, differences, find_run, runs_under
 
 EXAMPLES = examples(
     ("lowp runs", "all runs under ./runs"),

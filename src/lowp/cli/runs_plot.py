@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli.format_plot import COLOURS, check_suffix, empty_figure, label, save
-from lowp.train.runs import Run
+from lowp.training.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lowp.cli.output import table
-from lowp.train.runs import Run
-from lowp.train.units import UNKNOWN, bytes_text, count_text, duration_text, loss_text, number_text, share_text
+from lowp.training.runs import Run
+from lowp.training.units import UNKNOWN, bytes_text, count_text, duration_text, loss_text, number_text, share_text
 
 if TYPE_CHECKING:
     from rich.table import Table

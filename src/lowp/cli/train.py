@@ -13,7 +13,7 @@ from lowp.cli.output import examples
 from lowp.starting import INTERRUPTED
 
 if TYPE_CHECKING:
-    from lowp.train.recipe import Recipe
+    from lowp.training.recipe import Recipe
 
 EXAMPLES = examples(
     ("lowp train aps8", "gradients in 8 bits, on the embedded data"),
@@ -50,10 +50,10 @@ def train(
 
     Exit codes: 0, done; 1, a rank died; 2, a mistake; 3, the run diverged; 130 or 143, stopped by SIGINT or SIGTERM, and saved.
     """
-    from lowp.train.check import check
-    from lowp.train.launch import FAILED, RanksFailed, follow_launcher, is_rank, is_restart, launch_run
-    from lowp.train.reading import read_recipe
-    from lowp.train.rundir import RECIPE, next_directory
+    from lowp.training.check import check
+    from lowp.training.launch import FAILED, RanksFailed, follow_launcher, is_rank, is_restart, launch_run
+    from lowp.training.reading import read_recipe
+    from lowp.training.rundir import RECIPE, next_directory
 
     changes = list(changes or [])
     changes += [f"ranks={ranks}"] if ranks is not None else []
@@ -95,7 +95,7 @@ def train(
 
 def _planned(chosen: "Recipe", out: Path | None, data: Path | None) -> "Recipe":
     """With a format of its own where it says `wire=plan`. `out`: of a run that goes on."""
-    from lowp.train.recipe import PLAN
+    from lowp.training.recipe import PLAN
 
     if chosen.wire.format != PLAN:
         return chosen
@@ -108,10 +108,10 @@ def _planned(chosen: "Recipe", out: Path | None, data: Path | None) -> "Recipe":
 def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, quiet: bool) -> None:
     """In this process, alone or as one of several ranks. Of several, rank 0 speaks for all."""
     from lowp import CollectiveError
-    from lowp.train.divergence import Diverged
-    from lowp.train.launch import DIVERGED, FAILED, MISTAKE
-    from lowp.train.plugins import PluginError
-    from lowp.train.run import run
+    from lowp.training.divergence import Diverged
+    from lowp.training.launch import DIVERGED, FAILED, MISTAKE
+    from lowp.training.plugins import PluginError
+    from lowp.training.run import run
 
     rank = int(os.environ.get("RANK", 0))
     try:

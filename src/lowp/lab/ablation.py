@@ -27,8 +27,8 @@ from lowp.lab.execution import Job, Outcome
 from lowp.lab.pool import Executor
 from lowp.lab.settings import StudyPlan, StudyRun
 from lowp.lab.study_directory import DONE, StudyDirectory
-from lowp.train.reading import with_changes
-from lowp.train.rundir import LOCK
+from lowp.training.reading import with_changes
+from lowp.training.rundir import LOCK
 
 LOOK = 0.25  # seconds between two looks at runs that are under way
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

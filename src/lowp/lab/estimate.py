@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from lowp.lab.settings import StudyPlan, StudyRun, StudySetting
-from lowp.train.plugins import PluginError
-from lowp.train.reading import with_changes
-from lowp.train.recipe import Recipe
+from lowp.training.plugins import PluginError
+from lowp.training.reading import with_changes
+from lowp.training.recipe import Recipe
 
 BUDGET = 15.0  # seconds for all settings together
 _STEPS = 3  # that are timed
@@ -48,9 +48,9 @@ def run_seconds(recipe: Recipe, threads: int, data: Path | None) -> float:
     """About how long a run takes. A mistake that shows only in the model (a pattern that matches no layer) raises here."""
     import torch
 
-    from lowp.train.divergence import DIVERGED
-    from lowp.train.trainer import Trainer
-    from lowp.train.world import World
+    from lowp.training.divergence import DIVERGED
+    from lowp.training.trainer import Trainer
+    from lowp.training.world import World
 
     before = torch.get_num_threads()
     began = time.perf_counter()

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowp.train.recipe import Recipe
-from lowp.train.toml import plain
+from lowp.training.recipe import Recipe
+from lowp.training.toml import plain
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Outcome:
 
 def execute(job: Job) -> Outcome:
     """Begin the run, or go on with it. Whatever it raises is its outcome: the others go on."""
-    from lowp.train.divergence import Diverged
-    from lowp.train.run import run
+    from lowp.training.divergence import Diverged
+    from lowp.training.run import run
 
     began = time.perf_counter()
     try:

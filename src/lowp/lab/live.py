@@ -19,8 +19,8 @@ from lowp.lab.report.document import report_document
 from lowp.lab.report.page import page_of
 from lowp.lab.results import paths_under, readable_results
 from lowp.lab.study_directory import PLAN
-from lowp.train.rundir import LOCK, STATUS
-from lowp.train.runs import METRICS, Run, is_run
+from lowp.training.rundir import LOCK, STATUS
+from lowp.training.runs import METRICS, Run, is_run
 
 HOST = "127.0.0.1"
 

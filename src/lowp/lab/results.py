@@ -20,7 +20,7 @@ from lowp.lab.comparison import Comparison, Summary, compare
 from lowp.lab.study import METRICS, StudyError
 from lowp.lab.study_directory import DONE, PLAN, VERSION, is_study, read_log
 from lowp.notebook import html_table
-from lowp.train.runs import Run, flat, is_run
+from lowp.training.runs import Run, flat, is_run
 
 RunReader = Callable[[Path], Run]
 _NOT_COMPARED = ("seed", "name", "description", "threads", "log.", "checkpoints.")  # of recipes of one setting

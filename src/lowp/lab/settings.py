@@ -17,9 +17,9 @@ from typing import Any
 
 from lowp.lab.study import MOST_RUNS, AxisChoice, Study, StudyError
 from lowp.names import did_you_mean
-from lowp.train.reading import read_recipe, with_changes, with_overrides
-from lowp.train.recipe import Recipe
-from lowp.train.toml import plain
+from lowp.training.reading import read_recipe, with_changes, with_overrides
+from lowp.training.recipe import Recipe
+from lowp.training.toml import plain
 
 BASE = "base"
 _LONGEST_SLUG = 80  # characters; a seed comes behind it, and a recipe's name has at most 100
@@ -171,7 +171,7 @@ def _baseline(study: Study, settings: list[StudySetting], base: Recipe) -> str:
 
 def _check_all(study: Study, settings: list[StudySetting]) -> None:
     """Name every setting that cannot be run, or that is the same as another one."""
-    from lowp.train.check import check
+    from lowp.training.check import check
 
     if len(settings) * len(study.seeds) > MOST_RUNS:
         raise StudyError(

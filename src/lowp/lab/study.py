@@ -39,10 +39,10 @@ from typing import Any
 
 from lowp.names import did_you_mean
 from lowp.predict.toml_keys import ClusterError, TomlKeys
-from lowp.train.keys import kind_at, section_of
-from lowp.train.recipe import LONGEST_NAME
-from lowp.train.regular_file import read_regular
-from lowp.train.toml import value_text
+from lowp.training.keys import kind_at, section_of
+from lowp.training.recipe import LONGEST_NAME
+from lowp.training.regular_file import read_regular
+from lowp.training.toml import value_text
 
 METRICS = {"accuracy": True, "best_accuracy": True, "loss": False}  # of the last test; whether more is better
 MOST_RUNS = 100_000

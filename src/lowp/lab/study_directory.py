@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from lowp.lab.settings import StudyPlan, StudyRun
-from lowp.train.durable import explained, make_directory, replace_file
-from lowp.train.json_lines import JsonLines
-from lowp.train.mistakes import RecipeError
-from lowp.train.reading import read_recipe, with_changes
-from lowp.train.recipe import Recipe
-from lowp.train.rundir import METRICS, RECIPE, STATUS, RunError, take_lock
-from lowp.train.runs import differences, read_records
-from lowp.train.toml import plain
+from lowp.training.durable import explained, make_directory, replace_file
+from lowp.training.json_lines import JsonLines
+from lowp.training.mistakes import RecipeError
+from lowp.training.reading import read_recipe, with_changes
+from lowp.training.recipe import Recipe
+from lowp.training.rundir import METRICS, RECIPE, STATUS, RunError, take_lock
+from lowp.training.runs import differences, read_records
+from lowp.training.toml import plain
 
 STUDY, PLAN, LOG, STUDY_LOCK = "study.toml", "plan.json", "study.jsonl", "study.lock"
 RESULTS, RUNS_TABLE = "results.csv", "runs.csv"

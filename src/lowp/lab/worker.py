@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from lowp.train.launch import PR_SET_PDEATHSIG
+from lowp.training.launch import PR_SET_PDEATHSIG
 
 PARENT = "LOWP_STUDY"  # the environment variable with the process id of who started it
 

@@ -17,9 +17,9 @@ from lowp.names import did_you_mean
 from lowp.predict.inception import InceptionV3
 from lowp.predict.tracing import CannotTrace, traced
 from lowp.predict.workload import Workload
-from lowp.train.models import MODELS
-from lowp.train.models.resnet import resnet101
-from lowp.train.plugins import is_plugin, load_plugin
+from lowp.training.models import MODELS
+from lowp.training.models.resnet import resnet101
+from lowp.training.plugins import is_plugin, load_plugin
 
 _TRACED_BATCH = 2  # batch norm wants more than one number a channel
 

@@ -48,7 +48,7 @@ from lowp.names import did_you_mean
 from lowp.predict.cluster import Cluster, CodecSpeed, Device, LinkLevel, ModelTimes, Stragglers
 from lowp.predict.quantities import FLOPS, RATE, SECONDS, SIZE, exact_text
 from lowp.predict.toml_keys import ClusterError, TomlKeys, is_number
-from lowp.train.regular_file import read_regular
+from lowp.training.regular_file import read_regular
 
 LIBRARY = Path(__file__).parent / "clusters"
 _LARGEST_FILE = 1 << 22  # bytes; a calibrated file has the times of every layer

@@ -17,7 +17,7 @@ from lowp.predict.memory_needs import MemoryNeeds, TrainingFormats, memory_needs
 from lowp.predict.timeline import BucketJob, StepTimes, step_times
 from lowp.predict.wires import WireChoice, wire_of, wires_of
 from lowp.predict.workload import StepCompute, Workload
-from lowp.train.exchange.base import buckets_of
+from lowp.training.exchange.base import buckets_of
 from lowp.wire.chunk_scheduler import DEPTH
 from lowp.wire.plan import Bucket
 from lowp.wire.settings import Parameters

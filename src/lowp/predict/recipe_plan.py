@@ -25,14 +25,14 @@ from lowp.predict.gradients import MOST_RANKS, SampleGradients, cut
 from lowp.predict.planning import WirePlan, plan
 from lowp.predict.subjects import Subject
 from lowp.predict.workload import ModelLayer, Work, Workload
-from lowp.train.launch import is_rank, launch
-from lowp.train.mistakes import RecipeError
-from lowp.train.reading import with_changes
-from lowp.train.recipe import PLAN, Recipe
-from lowp.train.rundir import RECIPE
-from lowp.train.toml import to_toml
-from lowp.train.trainer import Trainer
-from lowp.train.world import World
+from lowp.training.launch import is_rank, launch
+from lowp.training.mistakes import RecipeError
+from lowp.training.reading import with_changes
+from lowp.training.recipe import PLAN, Recipe
+from lowp.training.rundir import RECIPE
+from lowp.training.toml import to_toml
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
 
 SECONDS = 60.0  # of the calibration
 Say = Callable[[str], None]

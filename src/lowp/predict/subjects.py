@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from lowp.compat import tree_leaves, tree_map
 from lowp.predict.architectures import ARCHITECTURES, from_function, unknown_model
-from lowp.train.plugins import blamed, is_plugin, load_plugin
+from lowp.training.plugins import blamed, is_plugin, load_plugin
 
 SEED = 0
 

@@ -10,8 +10,8 @@ from lowp.lab.report.explorer import explorer_formats
 from lowp.lab.report.health import HealthRoom, health_of
 from lowp.lab.report.predicted import predicted_steps
 from lowp.lab.results import SettingRuns, StudyResults
-from lowp.train.runs import Run, differences
-from lowp.train.step_clock import PHASES
+from lowp.training.runs import Run, differences
+from lowp.training.step_clock import PHASES
 from lowp.version import __version__
 
 VERSION = 1  # of the document

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowp.lab.results import StudyResults
-from lowp.train.runs import Run
+from lowp.training.runs import Run
 
 MOST_STEPS = 10
 FIGURES = ("underflow", "overflow", "sqnr_db", "lost_updates")

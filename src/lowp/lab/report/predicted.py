@@ -41,8 +41,8 @@ def _step_of(setting: SettingRuns, machine: Any, models: dict[str, Any]) -> dict
 
 
 def _recipe(setting: SettingRuns) -> Any:
-    from lowp.train.reading import read_recipe
-    from lowp.train.rundir import RECIPE
+    from lowp.training.reading import read_recipe
+    from lowp.training.rundir import RECIPE
 
     run = next((run for run in setting.runs.values()), None)
     if run is None:
@@ -55,10 +55,10 @@ def _workload(recipe: Any, models: dict[str, Any]) -> Any:
     import torch
 
     from lowp.predict.architectures import workload_of
-    from lowp.train.data import open_data
-    from lowp.train.data.base import Request
-    from lowp.train.models import build_model
-    from lowp.train.toml import plain
+    from lowp.training.data import open_data
+    from lowp.training.data.base import Request
+    from lowp.training.models import build_model
+    from lowp.training.toml import plain
 
     key = repr(plain(recipe)["model"]) + repr(plain(recipe)["data"])
     if key not in models:

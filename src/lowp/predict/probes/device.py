@@ -12,7 +12,7 @@ import torch
 
 from lowp.predict.cluster import Device
 from lowp.predict.probes.meeting import Meeting
-from lowp.train.environment import processor_name
+from lowp.training.environment import processor_name
 
 SIDE = {"cpu": 768, "cuda": 8192}  # of the matrices that are multiplied
 COPIED = {"cpu": 1 << 25, "cuda": 1 << 28}  # bytes

@@ -1,0 +1,76 @@
+"""Loss and accuracy of the steps since the last line of the log, as sums on the device: to read them is to wait for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.training.world import World
+
+KEPT = 32  # micro-batches whose right and wrong predictions wait to be counted together
+KEPT_PREDICTIONS = 1 << 20  # at most, a byte each
+
+
+class Metrics:
+    """Sums for each rank that this process stands for (`ranks`), of `shares` in all."""
+
+    def __init__(self, ranks: range, shares: int, device: torch.device) -> None:
+        self._ranks, self._shares = ranks, shares
+        # Scalars, not one tensor: an audit for 16 bits lets scalars pass.
+        self._losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in ranks]
+        self._correct = [torch.zeros((), dtype=torch.int64, device=device) for _ in ranks]
+        self._right: list[list[Tensor]] = [[] for _ in ranks]  # true where a prediction was right; not in `_correct` yet
+        self._predictions = [0 for _ in ranks]
+        self.steps = 0  # in these sums
+
+    def add_loss(self, rank: int, loss: Tensor, share: float) -> None:
+        self._losses[rank - self._ranks.start].add_(loss, alpha=share)
+
+    def add_predictions(self, rank: int, logits: Tensor, targets: Tensor) -> None:
+        """Counted some steps at a time: two small operations fewer in a step."""
+        place = rank - self._ranks.start
+        right = self._right[place]
+        right.append(logits.detach().argmax(-1) == targets)
+        if len(right) >= KEPT or len(right) * targets.numel() >= KEPT_PREDICTIONS:
+            self._count(place)
+
+    def add_samples(self, rank: int, predictions: int) -> None:
+        self._predictions[rank - self._ranks.start] += predictions
+
+    def _count(self, place: int) -> None:
+        right, self._right[place] = self._right[place], []
+        if right:
+            self._correct[place].add_(torch.cat([each.flatten() for each in right]).sum())
+
+    def sums(self) -> list[tuple[float, int, int]]:
+        """(losses, right predictions, predictions) of each rank here."""
+        for place in range(len(self._ranks)):
+            self._count(place)
+        rows = zip(self._losses, self._correct, self._predictions, strict=True)
+        return [(float(losses), int(correct), predictions) for losses, correct, predictions in rows]
+
+    def load(self, sums: list[Any], steps: int) -> None:
+        self.forget()
+        for place, (losses, correct, predictions) in enumerate(sums):
+            self._losses[place].fill_(losses)
+            self._correct[place].fill_(correct)
+            self._predictions[place] = predictions
+        self.steps = steps
+
+    def forget(self) -> None:
+        for number in (*self._losses, *self._correct):
+            number.zero_()
+        self._right = [[] for _ in self._ranks]
+        self._predictions = [0 for _ in self._ranks]
+        self.steps = 0
+
+    def take(self, world: World, counts: bool) -> dict[str, float]:
+        """The means over all ranks, the same for real and virtual ones; sums begin anew. `counts`: has this process numbers?"""
+        table = torch.zeros(self._shares, 3, dtype=torch.float64)
+        if counts:
+            for rank, row in zip(self._ranks, self.sums(), strict=True):
+                table[rank] = torch.tensor(row, dtype=torch.float64)
+        losses, correct, predictions = (sum(column.tolist()) for column in world.sum(table).unbind(1))
+        steps = max(1, self.steps)
+        self.forget()
+        return {"loss": losses / (self._shares * steps), "accuracy": correct / max(1.0, predictions)}
