@@ -13,17 +13,10 @@ from lowp.simulation.master import checked_master
 from lowp.simulation.policies import GradientDiversity
 from lowp.simulation.scales import simulated_scale
 from lowp.tensor.matmul import Arithmetic
-<<<<<<< HEAD:src/lowp/train/check_precision.py
 from lowp.training.keys import Path, written
 from lowp.training.mistakes import RecipeError, about, nearest
 from lowp.training.numerics import ROLES, arithmetic_of, autocast_dtype, layer_rules, simulated_roles, stored_dtype
 from lowp.training.recipe import STORED, ArithmeticSettings, Precision, Recipe
-=======
-from lowp.training.keys import Path, written
-from lowp.training.mistakes import RecipeError, about, nearest
-from lowp.training.numerics import ROLES, arithmetic_of, autocast_dtype, layer_rules, simulated_roles, stored_dtype
-from lowp.training.recipe import STORED, Precision, Recipe
->>>>>>> main:src/lowp/training/check_precision.py
 
 _LOSS_SCALES = ("none", "dynamic", "per_layer")
 _OVERFLOWING = ("none", "delayed")  # scales with which numbers can leave their format's range
