@@ -88,6 +88,7 @@ def measured(jobs: int, names: list[str], options: argparse.Namespace) -> list[d
     while any(process.is_alive() for process in processes) or not answers.empty():
         try:
             found.append(answers.get(timeout=1))
+            print(json.dumps({"jobs": jobs, **found[-1]}), flush=True)  # should the rest be stopped
         except Exception:  # empty: look again whether anybody is still there
             continue
     for process in processes:
@@ -126,8 +127,6 @@ def main() -> None:
                 rows += measured(jobs, names, options)
         else:
             rows += measured(jobs, names, options)
-        for row in rows[-len(names) :]:
-            print(json.dumps(row), flush=True)
     facts = facts_of("cpu" if options.quick else "cuda", 1) | {"mps": options.mps}
     lines = [*heading("several runs at once: DavidNet", facts), "", "Samples a second of all runs together. n = 1.", ""]
     cells = [[r["contender"], str(r["jobs"]), f"{r.get('samples_per_second', 0):,.0f}", f"{r.get('ready_s', 0):.0f}",
