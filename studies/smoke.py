@@ -1,31 +1,60 @@
-"""A few steps of each setting: python smoke.py DATA STUDY.toml... [key=value...]"""
-import sys, time; from pathlib import Path
+"""A few steps of every setting of a study: does it run here, and about how long would a run take?"""
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
 import torch
-from lowp.lab.study import read_study; from lowp.lab.settings import plan_of_study
-from lowp.training.reading import with_overrides
-from lowp.training.trainer import Trainer; from lowp.training.world import World
+
 from lowp.health.audit import audit
-from lowp.training.run import AUDIT_ALLOWS
+from lowp.lab.settings import StudySetting, plan_of_study
+from lowp.lab.study import read_study
 from lowp.training.cuda_settings import cuda_settings
-data=Path(sys.argv[1]); over=[a for a in sys.argv[2:] if "=" in a]
-world=World.join("auto",1)
-bad=0
-for p in [a for a in sys.argv[2:] if "=" not in a]:
-    for s in plan_of_study(read_study(Path(p))).settings:
-        try:
-            r=with_overrides(s.recipe, over)
-            with cuda_settings(r, world.device):
-                t=Trainer(r,world,data); n=t.parameters; began=time.perf_counter()
-                if r.precision.audit:
-                    with audit(mode="report",allow=AUDIT_ALLOWS) as rep: t.train_step()
-                    assert rep.clean, rep.verdict
-                else: t.train_step()
-                first=time.perf_counter()-began; began=time.perf_counter(); steps=3
-                for _ in range(steps): t.train_step()
-                m=t.take_metrics(); 
-                if world.device.type=="cuda": torch.cuda.synchronize()
-                each=(time.perf_counter()-began)/steps; t.close()
-            print(f"{s.name:40s} first {first:6.2f} s, step {1e3*each:8.1f} ms, {t.steps} steps, about {each*t.steps:6.1f} s, loss {m['loss']:.3f}",flush=True)
-        except Exception as e:
-            bad+=1; print(f"{s.name:40s} FAILED {type(e).__name__}: {e}"[:400],flush=True)
-print("failed:",bad)
+from lowp.training.reading import with_overrides
+from lowp.training.run import AUDIT_ALLOWS
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
+
+STEPS = 3
+
+
+def smoke(studies: Iterable[Path], data: Path | None, changes: Sequence[str]) -> int:
+    """A line for each setting; 1 if one failed."""
+    world, failed = World.join("auto", 1), 0
+    for path in studies:
+        print(f"# {path}", flush=True)
+        for setting in plan_of_study(read_study(path)).settings:
+            try:
+                line = _steps(setting, world, data, changes)
+            except Exception as error:  # whatever it is, the other settings are tried
+                failed, line = 1, f"FAILED {type(error).__name__}: {error}"[:400]
+            print(f"{setting.name:50} {line}", flush=True)
+    return failed
+
+
+def _steps(setting: StudySetting, world: World, data: Path | None, changes: Sequence[str]) -> str:
+    recipe = with_overrides(setting.recipe, list(changes))
+    with cuda_settings(recipe, world.device):
+        trainer = Trainer(recipe, world, data)
+        began = time.perf_counter()
+        if recipe.precision.audit:
+            with audit(mode="report", allow=AUDIT_ALLOWS) as report:
+                trainer.train_step()
+            if not report.clean:
+                raise ValueError(f"the audit found tensors of 32 bits: {report.verdict}")
+        else:
+            trainer.train_step()
+        first, began = time.perf_counter() - began, time.perf_counter()
+        for _ in range(STEPS):
+            trainer.train_step()
+        loss = trainer.take_metrics()["loss"]
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        each = (time.perf_counter() - began) / STEPS
+        trainer.close()
+    return f"first {first:6.2f} s, step {1e3 * each:8.1f} ms, {trainer.steps} steps: about {each * trainer.steps:6.1f} s, loss {loss:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(smoke(map(Path, sys.argv[2:]), Path(sys.argv[1]), ()))
