@@ -64,7 +64,9 @@ def main() -> None:
         study = Path(name) / "small.toml"
         study.write_text(STUDY.format(device=options.device, seeds=1, epochs=1))
         seconds_of(study, max(jobs), False, Path(name) / "warm")  # kernels are built once, and kept
-        study.write_text(STUDY.format(device=options.device, seeds=options.seeds, epochs=1 if options.quick else options.epochs))
+        study.write_text(
+            STUDY.format(device=options.device, seeds=options.seeds, epochs=1 if options.quick else options.epochs)
+        )
         for mps in services:
             for count in jobs if not mps else [count for count in jobs if count > 1]:
                 seconds, finished = seconds_of(study, count, mps, Path(name))

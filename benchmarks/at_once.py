@@ -3,8 +3,8 @@
     python -m benchmarks at_once --data DIR --jobs 1 8 14 [--mps] [--only bf16] [--seconds 4]        on a GPU
     python -m benchmarks at_once --quick                                                     tiny, on the CPU: does it run?
 
-Each job is a process with a trainer of its own (DavidNet, 8 virtual ranks of 64, or one rank of 512). All processes make the same
-contender's steps at the same time: they get ready, wait for each other, and count steps for some seconds. What counts is the sum.
+Each job is a process with a trainer of its own (DavidNet, 8 virtual ranks of 64, or one rank of 512). All processes make the
+same contender's steps at the same time: they get ready, wait for each other, and count steps for some seconds. The sum counts.
 """
 
 import argparse
@@ -36,7 +36,12 @@ CONTENDERS: dict[str, list[str]] = {
     "512, fp16 autocast": [*ALONE, "precision.activations=fp16", "precision.loss_scale=dynamic"],
     "512, pure fp16": [*ALONE, *PURE],
     "512, tf32, compiled": [*ALONE, "model.compile=true"],
-    "512, fp16 autocast, compiled": [*ALONE, "precision.activations=fp16", "precision.loss_scale=dynamic", "model.compile=true"],
+    "512, fp16 autocast, compiled": [
+        *ALONE,
+        "precision.activations=fp16",
+        "precision.loss_scale=dynamic",
+        "model.compile=true",
+    ],
     "512, pure fp16, compiled": [*ALONE, *PURE, "model.compile=true"],
 }
 QUICK = ["batch=64", "data.limit=256", "model.options={width=4}"]

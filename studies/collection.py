@@ -4,8 +4,8 @@
                 davidnet.toml      a part: a study of `lowp ablate`
                 davidnet.jsonl     its record (lowp.lab.records); not there: it has not been run
 
-A claim is judged by numbers alone. `advantage` is the paired difference to the baseline (or to `than`), by seed, counted so that
-more is better, with Student's 95 % interval:
+A claim is judged by numbers alone. `advantage` is the paired difference to the baseline (or to `than`), by seed, counted so
+that more is better, with Student's 95 % interval:
 
     kind = "no_worse"    holds: the interval lies above -margin. Does not hold: below it, or runs diverged.
     kind = "worse"       holds: the interval lies below 0, or runs diverged. Does not hold: above -margin.
@@ -163,7 +163,9 @@ def _part(name: str, told: dict[str, Any], path: Path) -> Part:
 def _claim(told: dict[str, Any], parts: dict[str, Part], path: Path) -> Claim:
     _known(told, _CLAIM_KEYS, path)
     if told["part"] not in parts or told["kind"] not in KINDS:
-        raise PageError(f"{path}: claim {told['says']!r} names no part of the page, or a kind that is none of {', '.join(KINDS)}")
+        raise PageError(
+            f"{path}: claim {told['says']!r} names no part of the page, or a kind that is none of {', '.join(KINDS)}"
+        )
     part = parts[told["part"]]
     names = {choice.label for choice in part.study.changes}
     for setting in filter(None, (told["setting"], told.get("than", ""))):

@@ -10,8 +10,8 @@ ways to round:
   Where the search ends below the number, its upper neighbour is never looked at: it truncates. (Known of the dynamic type, from
   the authors' code; for the others it is supposed.)
 
-Dynamic and linear divide by the largest magnitude first, so that their errors depend on how many numbers are drawn: n draws of ten
-million each. The paper does not say how many it drew.
+Dynamic and linear divide by the largest magnitude first, so that their errors depend on how many numbers are drawn: n draws of
+ten million each. The paper does not say how many it drew.
 """
 
 import json
@@ -87,7 +87,9 @@ def rows() -> list[dict[str, object]]:
                     x = draw(torch.Generator().manual_seed(seed))
                     difference = rounded(x, kind, way) - x.double()
                     relative = (difference.abs() / x.abs().double())[x != 0]
-                    errors.append((float(difference.square().mean()), float(difference.abs().mean()), 100 * float(relative.mean())))
+                    errors.append(
+                        (float(difference.square().mean()), float(difference.abs().mean()), 100 * float(relative.mean()))
+                    )
                 squared, absolute, relative_errors = zip(*errors, strict=True)  # of all draws
                 paper = dict(zip(("paper_error", "paper_relative"), PUBLISHED[name, kind], strict=True))
                 found.append({"kind": "errors", "data": name, "type": kind, "rounding": way, "squared": squared}

@@ -26,7 +26,12 @@ def page_text(page: Page) -> str:
 
 
 def _page_lines(page: Page) -> Iterator[str]:
-    yield from (f"# {page.title}", "", f"Paper: {page.paper}. Made by `make studies` of the records in `studies/{page.name}`.", "")
+    yield from (
+        f"# {page.title}",
+        "",
+        f"Paper: {page.paper}. Made by `make studies` of the records in `studies/{page.name}`.",
+        "",
+    )
     yield from (page.about.strip(), "")
     if page.claims:
         yield from ("## Claims and verdicts", "")
@@ -34,8 +39,8 @@ def _page_lines(page: Page) -> Iterator[str]:
         yield from table(heads, [_claim_row(claim) for claim in page.claims])
         yield from (
             "",
-            "What came out: the advantage over the row that it is compared with, paired by seed, ± half of a 95 % interval; more is "
-            "better. Accuracies are in points. Rules and verdicts: studies/collection.py.",
+            "What came out: the advantage over the row that it is compared with, paired by seed, ± half of a 95 % interval; more "
+            "is better. Accuracies are in points. Rules and verdicts: studies/collection.py.",
             "",
         )
     for part in page.parts:
@@ -109,7 +114,7 @@ def need(part: Part) -> str:
 def _machine(told: dict[str, Any]) -> str:
     gpu = told.get("gpu") or []
     names = ", ".join(each if isinstance(each, str) else str(each.get("name", each)) for each in gpu)
-    return f"{names or told.get('cpu')}, torch {told.get('torch')}, lowp {told.get('lowp')} ({str(told.get('git_commit') or '')[:7]})"
+    return f"{names or told.get('cpu')}, torch {told.get('torch')}, lowp {told.get('lowp')}"
 
 
 def _margin(results: StudyResults) -> str:
@@ -121,7 +126,15 @@ def _margin(results: StudyResults) -> str:
 def _settings_table(results: StudyResults) -> tuple[Row, list[Row]]:
     percent = results.metric != "loss"
     scale, digits = (100, 2) if percent else (1, 4)
-    heads = ["setting", "n", f"test {results.metric}" + (", %" if percent else ""), "difference", "verdict", "of fp32's bytes", "B/parameter"]
+    heads = [
+        "setting",
+        "n",
+        f"test {results.metric}" + (", %" if percent else ""),
+        "difference",
+        "verdict",
+        "of fp32's bytes",
+        "B/parameter",
+    ]
     rows = []
     for row, setting in zip(results.records(), results.settings, strict=True):
         n = f"{row['n']}" + "".join(f", {row[key]} {key}" for key in ("diverged", "failed") if row[key])
@@ -157,12 +170,29 @@ def _errors_lines(page: Page) -> Iterator[str]:
         return
     told = [json.loads(line) for line in path.read_text().splitlines()]
     yield from ("## Errors of the four types", "", "`python -m studies errors` (no GPU)", "")
-    heads = ["data", "type", "rounded", "mean squared error", "paper's \"mean absolute\"", "mean relative, %", "paper", "paper / ours"]
+    heads = [
+        "data",
+        "type",
+        "rounded",
+        "mean squared error",
+        'paper\'s "mean absolute"',
+        "mean relative, %",
+        "paper",
+        "paper / ours",
+    ]
     rows = []
     for row in told:
         squared, relative = (sum(row[key]) / len(row[key]) for key in ("squared", "relative"))
         cells = [row["data"], row["type"], "as published" if row["rounding"] == "published" else "to nearest", f"{squared:.2g}"]
-        rows.append([*cells, f"{row['paper_error']:g}", f"{relative:.2f}", f"{row['paper_relative']:g}", f"{row['paper_relative'] / relative:.2f}"])
+        rows.append(
+            [
+                *cells,
+                f"{row['paper_error']:g}",
+                f"{relative:.2f}",
+                f"{row['paper_relative']:g}",
+                f"{row['paper_relative'] / relative:.2f}",
+            ]
+        )
     yield from table(heads, rows)
     yield from ("", f"n = {len(told[0]['squared'])} draws of ten million numbers each.", "")
 
@@ -189,12 +219,19 @@ def with_evidence(text: str, pages: Sequence[Page]) -> str:
 
 
 def index_text(pages: Sequence[Page]) -> str:
-    lines = ["# Studies", "", "What papers claim, run again with `lowp ablate`. Made by `make studies` of the records in `studies/`.", ""]
+    lines = [
+        "# Studies",
+        "",
+        "What papers claim, run again with `lowp ablate`. Made by `make studies` of the records in `studies/`.",
+        "",
+    ]
     rows = []
     for page in pages:
         run = sum(part.record is not None for part in page.parts)
         verdicts = [claim.judged.verdict for claim in page.claims]
-        said = ", ".join(f"{verdicts.count(each)} {each}" for each in ("holds", "does not hold", "open", "not run") if each in verdicts)
+        said = ", ".join(
+            f"{verdicts.count(each)} {each}" for each in ("holds", "does not hold", "open", "not run") if each in verdicts
+        )
         rows.append([f"[{page.title}]({page.name}.md)", page.paper, f"{run} of {len(page.parts)}", said])
     return "\n".join([*lines, *table(["study", "paper", "parts run", "claims"], rows)]) + "\n"
 

@@ -53,7 +53,8 @@ def _steps(setting: StudySetting, world: World, data: Path | None, changes: Sequ
             torch.cuda.synchronize()
         each = (time.perf_counter() - began) / STEPS
         trainer.close()
-    return f"first {first:6.2f} s, step {1e3 * each:8.1f} ms, {trainer.steps} steps: about {each * trainer.steps:6.1f} s, loss {loss:.3f}"
+    whole = each * trainer.steps
+    return f"first {first:6.2f} s, step {1e3 * each:8.1f} ms, {trainer.steps} steps: about {whole:6.1f} s, loss {loss:.3f}"
 
 
 if __name__ == "__main__":

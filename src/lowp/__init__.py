@@ -50,9 +50,9 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.simulation import OnOverflow as OnOverflow
     from lowp.simulation import PerLayer as PerLayer
     from lowp.simulation import Policy as Policy
+    from lowp.simulation import Products as Products
     from lowp.simulation import Schedule as Schedule
     from lowp.simulation import SearchResult as SearchResult
-    from lowp.simulation import Products as Products
     from lowp.simulation import Simulation as Simulation
     from lowp.simulation import Together as Together
     from lowp.simulation import Uniform as Uniform

@@ -13,8 +13,8 @@ hardware sums in FP32. What each option is for (the recipes of MXFP4 and NVFP4 t
 - `stochastic`: dY is rounded stochastically. Rounding to nearest has a bias, which adds up over the steps.
 - `square`: weights have blocks of n x n numbers instead of n, so that forward and backward see the same rounded weight.
 - `hadamard n`: before the third product, both operands are multiplied by a random orthogonal matrix along the samples, n at a
-  time: signs, then Hadamard's matrix over sqrt(n). It cancels in the product, and spreads an outlier over its block. n is 4, 16,
-  64 or 256, so that sqrt(n) is a power of two.
+  time: signs, then Hadamard's matrix over sqrt(n). It cancels in the product, and spreads an outlier over its block. n is 4,
+  16, 64 or 256, so that sqrt(n) is a power of two.
 - `errors FORMAT`: another format for dY (MXFP8 takes e5m2 there).
 """
 
@@ -63,7 +63,9 @@ class Products:
         object.__setattr__(self, "errors", parse_format(self.format if self.errors is None else self.errors))
         for fmt in (self.format, self.errors):
             if not isinstance(fmt, BlockFormat):
-                raise ValueError(f"operands are rounded in blocks, and {fmt} has none; block({fmt}, 32, e8m0fnu) is such a format")
+                raise ValueError(
+                    f"operands are rounded in blocks, and {fmt} has none; block({fmt}, 32, e8m0fnu) is such a format"
+                )
         if self.hadamard not in (0, *HADAMARD_SIZES):
             raise ValueError(f"hadamard mixes {', '.join(map(str, HADAMARD_SIZES))} samples (0: none), not {self.hadamard!r}")
 
@@ -186,8 +188,8 @@ class RoundedProducts(TorchFunctionMode):
         if func in MULTIPLIES:
             name = getattr(func, "__name__", str(func))
             raise ValueError(
-                f"layer {self._layer!r} multiplies in {name}, whose operands cannot be rounded: only linear layers' can; leave it "
-                f"out: layers={{{self._layer!r}: {{'products': None}}}}"
+                f"layer {self._layer!r} multiplies in {name}, whose operands cannot be rounded, only linear layers' can; leave "
+                f"it out: layers={{{self._layer!r}: {{'products': None}}}}"
             )
         return func(*args, **(kwargs or {}))
 

@@ -160,7 +160,8 @@ class Precision(Section):
     accumulate: str = Field("", description='sums of products inside layers, in a format; "": as torch computes them')
     arithmetic: ArithmeticSettings = ArithmeticSettings()
     products: str = Field(
-        "", description='operands of linear layers: a format, then stochastic, square, hadamard N, errors FORMAT; "": as they are'
+        "",
+        description='operands of linear layers: a format, then stochastic, square, hadamard N, errors FORMAT; "": as they are',
     )
     state: str | dict[str, str] = Field("", description='optimizer states: a format of 8 to 16 bits; "": as the weights')
     master: str = Field("", description='what the optimizer keeps of the weights, in a float32 model: a format; "": fp32')
