@@ -39,8 +39,8 @@ def _page_lines(page: Page) -> Iterator[str]:
         yield from table(heads, [_claim_row(claim) for claim in page.claims])
         yield from (
             "",
-            "What came out: the advantage over the row that it is compared with, paired by seed, ± half of a 95 % interval; more "
-            "is better. Accuracies are in points. Rules and verdicts: studies/collection.py.",
+            "What came out: the advantage over the row that it is compared with, paired by seed, ± half of a 95 % interval; "
+            "more is better. Accuracies are in points. Rules and verdicts: studies/collection.py.",
             "",
         )
     for part in page.parts:

@@ -10,7 +10,8 @@ the blocks of both operands to lie along that dimension, so the same tensor is r
 `simulate`'s roles round a tensor once, where it comes into being; they cannot say this. Sums are the model's own dtype: the
 hardware sums in FP32. What each option is for (the recipes of MXFP4 and NVFP4 training, arXiv 2502.20586 and 2509.25149):
 
-- `stochastic`: dY is rounded stochastically. Rounding to nearest has a bias, which adds up over the steps.
+- `stochastic`: dY is rounded stochastically. Rounding to nearest has a bias, which adds up over the steps. (A part of it stays:
+  the largest number of a block saturates where its scale is rounded down. 2502.20586 takes 3/4 of dY against that; here not.)
 - `square`: weights have blocks of n x n numbers instead of n, so that forward and backward see the same rounded weight.
 - `hadamard n`: before the third product, both operands are multiplied by a random orthogonal matrix along the samples, n at a
   time: signs, then Hadamard's matrix over sqrt(n). It cancels in the product, and spreads an outlier over its block. n is 4,
