@@ -7,8 +7,8 @@ ways to round:
 
 - `nearest`: to the nearest number of the type, as `lowp.quantize` does.
 - `published`: the published kernel searches by halving steps from entry 63 and then compares with the lower neighbour alone.
-  Where the search ends below the number, its upper neighbour is never looked at: it truncates. (Known of the dynamic type, from
-  the authors' code; for the others it is supposed.)
+  Where the search ends below the number, its upper neighbour is never looked at: it truncates. (Read in the authors' code for
+  the dynamic type. That the other types went through the same search is supposed; the figures agree with it.)
 
 Dynamic and linear divide by the largest magnitude first, so that their errors depend on how many numbers are drawn: n draws of
 ten million each. The paper does not say how many it drew.
@@ -56,7 +56,7 @@ PUBLISHED = {
 def as_published(x: Tensor, kind: str) -> Tensor:
     """Numbers as the published kernel rounds them to a type."""
     values = lowp.decode(torch.arange(256, dtype=torch.uint8), kind, dtype=torch.float64)
-    table = values[values > 0].unique()
+    table = values[values >= 0 if kind == "linear8" else values > 0].unique()
     if kind == "dynamic8":
         table = table[:-1]  # 1 has a bound of its own
     magnitude, last = x.abs().double(), len(table) - 1
