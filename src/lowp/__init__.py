@@ -7,6 +7,7 @@ imported when something of them is first asked for: who rounds a tensor, or wait
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lowp import processor as processor  # before torch's first product
 from lowp import starting as starting  # before anything that takes time
 from lowp.formats import FORMATS as FORMATS
 from lowp.formats import BlockFormat as BlockFormat

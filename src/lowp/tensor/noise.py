@@ -255,10 +255,14 @@ def draw(key: Tensor, like: Tensor, bits: int) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """A number of 30 bits for each element, in two parts: rounding to 16 bits mostly needs the upper one alone."""
+    """A number of 30 bits for each element, in two parts: rounding to 16 bits mostly needs the upper one alone.
+
+    `word` are 16 bits that no other draw's word has a part of, for rounding to fewer bits.
+    """
 
     upper: Tensor  # 16 bits
     lower: Tensor  # 14 bits
+    word: Tensor
 
     @property
     def number(self) -> Tensor:
@@ -274,8 +278,8 @@ def draws(key: Tensor, like: Tensor, count: int) -> list[Draw]:
     found: list[Draw] = []
     first = _DRAW_ROUNDS
     while True:
-        found.append(Draw(high, low >> 2))
-        found.append(Draw(((high & 1) << 15) + ((low >> 2) << 1) + (high >> 15), (high >> 1) & 0x3FFF))  # 15 bits and 15
+        found.append(Draw(high, low >> 2, high))
+        found.append(Draw(((high & 1) << 15) + ((low >> 2) << 1) + (high >> 15), (high >> 1) & 0x3FFF, low))  # 15 bits and 15
         if len(found) >= count:
             return found[:count]
         low, high = _philox2(low, high, key, range(first, first + _MORE_ROUNDS))
