@@ -1,4 +1,4 @@
-"""The studies of this repository: every TOML can be planned, pages and README agree with the records, verdicts follow the rules."""
+"""The studies of this repository: each can be planned, pages and README agree with the records, verdicts follow the rules."""
 
 import math
 import sys

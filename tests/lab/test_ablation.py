@@ -184,8 +184,8 @@ def test_the_screen_shows_the_whole_and_each_run(tmp_path, plan):
     """On a terminal; with a run that has written something, and one that has not begun to."""
     import io
 
-    from rich.console import Console
     from made_studies import pretend_run
+    from rich.console import Console
 
     from lowp.cli.ablate_screen import StudyScreen
     from lowp.lab.ablation import StudyState
