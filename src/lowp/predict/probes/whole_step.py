@@ -31,7 +31,7 @@ from lowp.wire.ddp import compress_gradients
 PROBES = {FP32: "fp32", HOOK: "bf16", COMPRESSED: "int8/block:256@two_shot"}
 WARM_UP = {"cpu": 3, "cuda": 6}  # steps; the wire records its launches in the fourth
 BLOCK_SECONDS, MOST_STEPS = 0.4, 10  # of steps that follow each other, as in training
-ROUNDS = 7
+ROUNDS = 15
 LATE = 2.0  # times as long as it may take: then steps are not measured
 
 
