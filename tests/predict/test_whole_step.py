@@ -9,6 +9,7 @@ from torch import nn
 
 from lowp.predict.cluster import Cluster, Device, LinkLevel
 from lowp.predict.prediction import predict
+from lowp.predict.probes import whole_step
 from lowp.predict.probes.meeting import Meeting
 from lowp.predict.probes.model import model_times
 from lowp.predict.probes.whole_step import PROBES, measured_workload, with_excess
@@ -42,16 +43,28 @@ def calibrated(subject, bandwidth):
     return Cluster("c", Device("d", "cpu", bandwidth=1e10, flops=1e10), levels).with_times(subject.name, times)
 
 
-def test_an_excess_is_what_parts_leave_unexplained(group, subject):
+def test_an_excess_is_what_parts_leave_unexplained(group, subject, monkeypatch):
     cluster = calibrated(subject, 1e12)
+    before = cluster.device.times[subject.name]
+    computed = before.forward + before.backward
+    pairs = iter([(3 * computed, computed), (5 * computed, 2 * computed), (9 * computed, 2 * computed)])
+    monkeypatch.setattr(whole_step, "_measured", lambda *_: next(pairs))
     times, steps = with_excess(PassesForTwo(torch.device("cpu")), subject, cluster, PROBES, 60.0)
     assert list(steps) == list(times.excess) == list(PROBES)
-    parts = predict(measured_workload(subject, times), cluster, list(PROBES.values()), 2, batch=32).steps
-    left = [max(0.0, took - part.step) for took, part in zip(steps.values(), parts, strict=True)]
+    assert list(steps.values()) == [3 * computed, 5 * computed, 9 * computed]
+    parts = predict(measured_workload(subject, before), cluster, list(PROBES.values()), 2, batch=32).steps
+    left = [more * computed - (part.step - computed) for more, part in zip((2, 3, 7), parts, strict=True)]
     assert list(times.excess.values()) == [pytest.approx(statistics.median(left))] * 3
-    assert times.layers == cluster.device.times[subject.name].layers
-    again = predict(measured_workload(subject, times), cluster.with_times(subject.name, times), "fp32", 2, batch=32).steps[0]
-    assert again.step == pytest.approx(parts[0].step + times.excess["fp32"])
+    assert times.forward + times.backward == pytest.approx(1.5 * computed)  # of 1, 1, 2 and 2
+    assert times.backward == pytest.approx(sum(times.layers.values()))
+
+
+def test_steps_are_measured(group, subject):
+    cluster = calibrated(subject, 1e12)
+    times, steps = with_excess(PassesForTwo(torch.device("cpu")), subject, cluster, PROBES, 60.0)
+    assert list(steps) == list(PROBES)
+    assert all(0 < took < 1 for took in steps.values())
+    assert 0 < times.forward + times.backward < 1
 
 
 def test_parts_that_take_longer_than_the_whole_leave_nothing(group, subject):
