@@ -1,6 +1,6 @@
 """The model and the data of own_recipe.toml.
 
-    cd examples && lowp train own_recipe.toml --ranks 2
+cd examples && lowp train own_recipe.toml --ranks 2
 """
 
 import math

@@ -1,6 +1,6 @@
 """Training in FP16 with no FP32 tensor anywhere, and the proof of it, with an ordinary DataLoader.
 
-    python examples/pure_fp16.py
+python examples/pure_fp16.py
 """
 
 import lowp
