@@ -23,8 +23,8 @@ for algorithm in AdamW SGD; do for weights in bf16 fp16; do
   timeout -k 5 150 python3 -m benchmarks optim --device cuda --algorithms $algorithm --layouts ResNet-50 --no-peers --build \
     --only "lowp $algorithm $weights (stochastic|kahan)" > $RES/build-$algorithm-$weights.log 2>&1 9>&- & BUILD+=($!)
 done; done
-timeout -k 5 120 python3 -m pytest tests/gpu/test_optim_cuda.py -m gpu -q -n 6 -p no:benchmark -p no:cacheprovider --timeout 110 -x \
-  -k "several_steps or (cuda_equals_cpu and (sgd or adamw))" > $RES/tests.log 2>&1 9>&- & TESTS=$!
+timeout -k 5 120 python3 -m pytest tests/gpu/test_step_graph_cuda.py tests/gpu/test_optim_cuda.py -m gpu -q -n 6 -p no:benchmark -p no:cacheprovider --timeout 110 --maxfail 12 \
+  -k "several_steps or (cuda_equals_cpu and (sgd or adamw)) or recorded_steps or a_run" > $RES/tests.log 2>&1 9>&- & TESTS=$!
 wait ${BUILD[@]}; say "optimizers built"
 wait $TESTS; say "tests: rc $?"; tail -4 $RES/tests.log
 
@@ -33,9 +33,13 @@ part optim 80 python3 -m benchmarks optim --device cuda --algorithms AdamW SGD -
   --only "lowp (AdamW|SGD) (bf16|fp16) (stochastic|kahan)" --out $RES/optim
 flock -u 9; wait ${VAR[@]} ${SIM[@]}; say "variants, simulate"; flock 9
 part train 70 env -u LOWP_TURNS python3 -m benchmarks train --device cuda --sections overhead --rounds 3 --seconds 1.5 --data /tmp/gpu-data --out $RES/train
+part train-eager 60 env -u LOWP_TURNS python3 -c "
+import lowp.training.step_graph as s; s.EAGER_STEPS = 10**9
+import sys; sys.argv = ['benchmarks train'] + '--device cuda --sections overhead --rounds 2 --seconds 1 --data /tmp/gpu-data --out $RES/train-eager'.split()
+from benchmarks.train import main; main()"
 part bucket 60 python3 -m benchmarks wire_cuda --part bucket --timeout 55 --out $RES/bucket
 part step 75 python3 -m benchmarks wire_cuda --part step --models gpt2-medium --rounds 5 --seconds 25 --timeout 70 --out $RES/step
-part fsdp 60 python3 -m benchmarks wire_cuda --part fsdp --models gpt2-medium --rounds 3 --timeout 55 --out $RES/fsdp
+part fsdp 75 python3 -m benchmarks wire_cuda --part fsdp --models gpt2 --rounds 3 --mps --timeout 70 --out $RES/fsdp
 part operations 50 python3 -m benchmarks operations --device cuda --only 'mx|nv' --sections numbers --no-peers --rounds 5 --out $RES/operations
 tar czf "${OUT:-/tmp}/gpu.tar.gz" -C $RES .
 say "done"

@@ -1,4 +1,4 @@
-"""Device time of an optimizer's step, by how its kernel is cut. One process a case; all compile, then take turns (LOWP_TURNS)."""
+"""Device time of an optimizer's step, by how its kernel is cut. Processes compile at once, and take turns (LOWP_TURNS)."""
 
 import json
 import statistics
@@ -65,4 +65,6 @@ rows = {
 }  # fmt: skip
 out.write_text(json.dumps({"case": sys.argv[1], "rows": rows, "failed": failed}, indent=1))
 for name, row in rows.items():
-    print(f"{sys.argv[1]:34} {name:20} device {row['device_ms']:.3f} {row['over_fused']:.2f}  wall {row['wall_ms']:.3f} {row['wall_over_fused']:.2f}")
+    print(
+        f"{sys.argv[1]:34} {name:20} device {row['device_ms']:.3f} {row['over_fused']:.2f}  wall {row['wall_ms']:.3f} {row['wall_over_fused']:.2f}"
+    )

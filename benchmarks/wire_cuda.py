@@ -14,8 +14,8 @@
 Ranks are processes that share the GPU and talk through sockets on the loopback interface, as machines do through a network.
 Processes take turns on a GPU. With --mps (src/lowp/lab/mps.py) their kernels run at the same time, as those of ranks with a GPU
 each.
-Contenders take turns, step by step; figures are medians over rounds, and a ratio is taken within a round. With --out or the variable OUT,
-results go there, and else to benchmarks/results.
+Contenders take turns, step by step; figures are medians over rounds, and a ratio is taken within a round. With --out or the
+variable OUT, results go there, and else to benchmarks/results.
 """
 
 import argparse

@@ -13,8 +13,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "wire"))
 
-from interpreter import needs_triton, run
 from test_part_kernels_triton import as_for_cuda
+
+from interpreter import needs_triton, run
 
 CASES = [
     ("SGD", "kahan", None), ("AdamW", "stochastic", None), ("AdamW", "kahan", "e4m3fn"), ("SGD", "stochastic", "dynamic8"),
@@ -68,8 +69,10 @@ def without_assembly(s):
     if s.operation == "sum_cut":
         a, b = (f"{argument.name}.to(tl.float64)" for argument in s.arguments)
         return f"(tl.floor({a} + {b}) + 8388608.0).to(tl.float32)"
-    return EXPRESSION(s) if s.operation != "look_up" else triton._argument(s.arguments[1], torch.int32).join(
-        (f"tl.load(table{s.arguments[0]} + ", ")")
+    return (
+        EXPRESSION(s)
+        if s.operation != "look_up"
+        else triton._argument(s.arguments[1], torch.int32).join((f"tl.load(table{s.arguments[0]} + ", ")"))
     )
 
 

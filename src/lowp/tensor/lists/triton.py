@@ -164,7 +164,9 @@ def _needed(program: Program) -> list[int]:
     return [i for i, v in enumerate(program.elements) if v.name in names]
 
 
-def _full(program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple, of_blocks: bool) -> list[str]:
+def _full(
+    program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple, of_blocks: bool
+) -> list[str]:
     lines = []
     for i, e in enumerate(elements):
         lines.append(f"b{i} = p{i} + {'begin // SIZE' if e.of_block else 'begin // SIZE * SIZE'}")
@@ -187,7 +189,9 @@ def _full(program: Program, elements: tuple[Element, ...], writes: tuple[int, ..
     return [*lines, *("    " + line for line in inner)]
 
 
-def _rest(program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple, of_blocks: bool) -> list[str]:
+def _rest(
+    program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple, of_blocks: bool
+) -> list[str]:
     if of_blocks:
         lines = [
             "column = tl.arange(0, SIZE)[None, :]",
@@ -226,7 +230,9 @@ def _stored(
     for i, v in zip(writes, program.results, strict=False):
         if elements[i].of_block:
             one = v.name if v.name in of_block else f"tl.max({v.name} + tl.zeros_like(index), axis=1, keep_dims=True)"
-            lines.append(f"tl.store({base}{i} + ({block}), {one}.to({TYPES[elements[i].dtype]}){', mask=there' if masked else ''})")
+            lines.append(
+                f"tl.store({base}{i} + ({block}), {one}.to({TYPES[elements[i].dtype]}){', mask=there' if masked else ''})"
+            )
         else:
             lines.append(f"tl.store({base}{i} + ({place}), {v.name}{', mask=inside' if masked else ''})")
     return lines
