@@ -110,7 +110,7 @@ def test_simulate_and_search(tmp_path):
 def test_a_recipe_of_ones_own(tmp_path):
     command = (sys.executable, "-m", "lowp", "train", "own_recipe.toml", "--ranks", "2", "--out", str(tmp_path / "run"))
     out = start(tmp_path, *command, folder=EXAMPLES)
-    assert number(r"([\d.]+) ?%", out) > 90
+    assert number(r"test accuracy +([\d.]+) %", out) > 90
 
 
 def test_every_script_is_in_the_readme_and_is_tested():
