@@ -90,7 +90,7 @@ def test_ray(tmp_path):
     out = start(tmp_path, sys.executable, "examples/with_ray.py", seconds=240)
     assert number(r"last batch: ([\d.]+)", out) < 0.8
     assert is_compressed(out)
-    assert "the workers that finished began at epoch 2" in out
+    assert number(r"began at epoch (\d)", out) in {1, 2}  # Ray may not have taken note of the last checkpoint
 
 
 def test_pure_fp16(tmp_path):
