@@ -73,7 +73,12 @@ def test_a_worker_dies_and_both_go_on_bit_for_bit(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     storage = tempfile.mkdtemp(prefix="lowp-ray-")
     ray.init(
-        num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": environment}
+        num_cpus=3,
+        _node_ip_address="127.0.0.1",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": environment},
     )
     try:
         found = {}
