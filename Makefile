@@ -6,7 +6,7 @@ RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 GPU_WORKERS ?= 8
 
-.PHONY: setup demo test test-variant test-slow test-gpu lint format bench readme docs clean
+.PHONY: setup demo test test-variant test-slow test-gpu lint format bench studies readme docs clean
 
 setup: $(READY)
 
@@ -67,6 +67,10 @@ NAME ?= operations
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks $(NAME) $(OPTIONS)
+
+# What each study of a paper's claims needs and what came of it; its pages are made again from the recorded results.
+studies: setup
+	$(BIN)/python -m studies
 
 readme: setup
 	$(BIN)/python -m lowp.cli.readme README.md
