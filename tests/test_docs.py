@@ -166,3 +166,10 @@ def test_messages_that_troubleshooting_lists_are_in_the_code():
     gone = [piece for piece in pieces if len(piece) > 5 and piece not in code]
     assert len(pieces) > 30
     assert gone == []
+
+
+def test_the_table_of_steps_is_that_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    step_table = import_module("benchmarks.step_table")
+    readme = (ROOT / "README.md").read_text()
+    assert step_table.rewritten(readme) == readme, "`make readme` writes it"
