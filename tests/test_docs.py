@@ -41,7 +41,7 @@ def named(page: Path) -> set[tuple[str, tuple[Path, ...]]]:
     found: set[tuple[str, tuple[Path, ...]]] = set()
     for heading, text in sections(page.read_text()):
         own = SOURCE / heading
-        homes = (own, SOURCE) if heading and own.is_dir() else (page.parent, SOURCE)
+        homes = (own, SOURCE) if heading and own.is_dir() else (page.parent, SOURCE, ROOT)
         found |= {(path, (ROOT,)) for path in PATH.findall(text)}
         found |= {(name, homes) for name in NAME.findall(text) if not PATH.fullmatch(name)}
         found |= {(target, (page.parent,)) for target in LINK.findall(text)}
