@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.harness import RESULTS, facts_of, heading, in_a_line, table, write
+from benchmarks.harness import RESULTS, alone, facts_of, heading, in_a_line, table, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -248,11 +248,12 @@ def compare(case: Case, options: argparse.Namespace, missing: dict[str, str]) ->
         print(f"        {name}: first step {rows[name]['first_step_s']:.1f} s", flush=True)
     for row in rows.values():
         row |= {"ms": [], "cpu_ms": []}
-    for _ in range(options.rounds):
-        for name, step in steps.items():
-            wall, used = turn(step, options.device, options.seconds)
-            rows[name]["ms"].append(wall)
-            rows[name]["cpu_ms"].append(used)
+    with alone():
+        for _ in range(options.rounds):
+            for name, step in steps.items():
+                wall, used = turn(step, options.device, options.seconds)
+                rows[name]["ms"].append(wall)
+                rows[name]["cpu_ms"].append(used)
     steps.clear()
     gc.collect()
     return {"case": case.name, "dtype": _short(case.dtype), "batch": case.batch, "mode": options.mode, "contenders": rows}

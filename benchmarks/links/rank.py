@@ -16,7 +16,7 @@ from benchmarks.links.clock import Clock
 from benchmarks.links.collective import collectives
 from benchmarks.links.ddp_step import ddp_steps
 from benchmarks.links.model_steps import fsdp_steps, model_steps
-from benchmarks.predict.steps import predicted_steps
+from benchmarks.predict.steps import calibrated, measured_steps
 
 CALL_TIMEOUT = timedelta(minutes=5)
 KINDS = {
@@ -25,7 +25,8 @@ KINDS = {
     "model": model_steps,
     "fsdp": fsdp_steps,
     "bucket": buckets,
-    "predicted": predicted_steps,
+    "calibrated": calibrated,
+    "steps": measured_steps,
 }
 
 

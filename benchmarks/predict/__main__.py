@@ -33,12 +33,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", help="default: all three")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60.0, help="of a calibration")
+    parser.add_argument("--timeout", type=float, default=460.0, help="seconds of one link; models that are done by then count")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="predict the steps in a file of results anew")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.links or options.nccl:
-        from benchmarks.predict.reality import on_links, on_one_gpu
+    if options.links or options.nccl or options.again:
+        from benchmarks.predict.reality import again, on_links, on_one_gpu
 
-        sys.exit(on_one_gpu(options) if options.nccl else on_links(options))
+        sys.exit(again(options) if options.again else on_one_gpu(options) if options.nccl else on_links(options))
     from benchmarks.predict import speed
 
     if options.measure:

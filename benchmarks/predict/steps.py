@@ -9,6 +9,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,12 +36,13 @@ MOST_STEPS = 10  # of a block
 Step = Callable[[], None]
 
 
-def predicted_steps(case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
-    """Rows of measured steps, and one that holds the cluster as it was calibrated on this very link."""
+def calibrated(case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
+    """One row, which holds the cluster as it was calibrated on this very link."""
     from lowp.predict.calibration import calibrate_cluster
     from lowp.predict.cluster_file import cluster_toml
     from lowp.predict.subjects import subject_of
 
+    _above_others()
     began = time.perf_counter()
     subjects = [subject_of(named(model), batch=BATCH, device=clock.device) for model in case["models"]]
     codecs = [wire.partition("@")[0] for wire in case["wires"] if wire not in TORCH]
@@ -51,11 +54,13 @@ def predicted_steps(case: dict, clock: Clock, failures: dict[str, str]) -> list[
         device=clock.device,
         say=lambda text: print(text, flush=True),
     )
-    rows = [{"what": "cluster", "toml": cluster_toml(cluster), "seconds_taken": time.perf_counter() - began, "load": load()}]
-    del subjects
-    for model in case["models"]:
-        rows += _model_rows(model, case, clock, failures)
-    return rows
+    return [{"what": "cluster", "toml": cluster_toml(cluster), "seconds_taken": time.perf_counter() - began, "load": load()}]
+
+
+def _above_others() -> None:
+    """Where the kernel shares processors between sessions (autogroup), ranks come before what else runs on this computer."""
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("-19")
 
 
 def load() -> float:
@@ -63,8 +68,9 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
-def _model_rows(model: str, case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
-    steps: dict[str, Step] = {}
+def measured_steps(case: dict, clock: Clock, failures: dict[str, str]) -> list[dict]:
+    """Rows of a model's steps, wire by wire."""
+    model, steps = case["model"], {}
     for wire in case["wires"]:
         reason = tried(lambda wire=wire: steps.__setitem__(wire, ddp_step(model, wire, clock.device)))
         if reason:

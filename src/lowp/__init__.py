@@ -7,6 +7,7 @@ takes a second or more, and is imported when it is first asked for: `lowp --help
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lowp import processor as processor  # before torch's first product
 from lowp import starting as starting  # before anything that takes time
 from lowp.formats import FORMATS as FORMATS
 from lowp.formats import BlockFormat as BlockFormat
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.simulation import OnOverflow as OnOverflow
     from lowp.simulation import PerLayer as PerLayer
     from lowp.simulation import Policy as Policy
+    from lowp.simulation import Products as Products
     from lowp.simulation import Schedule as Schedule
     from lowp.simulation import SearchResult as SearchResult
     from lowp.simulation import Simulation as Simulation
@@ -94,6 +96,7 @@ _MODULES = {  # where a name is to be found; without names: the module itself
         "OnOverflow",
         "PerLayer",
         "Policy",
+        "Products",
         "Schedule",
         "SearchResult",
         "Simulation",

@@ -5,6 +5,7 @@
 3. Seconds a number of every codec (probes/codec_times.py).
 4. The models, layer by layer (probes/model.py), and how unevenly ranks run.
 5. What computation, codecs and messages take from each other (probes/sharing.py).
+6. Whole steps of the models, as they are trained (probes/whole_step.py): what they take beyond the sum of these parts.
 
 All of it has a limit in seconds. What does not fit in is left out, and said: codecs that were not measured are predicted from
 those that were.
@@ -30,15 +31,16 @@ from lowp.predict.probes.device import bare_device, with_speeds
 from lowp.predict.probes.link import RingNeighbours, link_levels
 from lowp.predict.probes.meeting import Meeting
 from lowp.predict.probes.model import model_times, plain_step
+from lowp.predict.probes.whole_step import PROBES, with_excess
 from lowp.predict.quantities import rate_text, seconds_text
 from lowp.predict.subjects import Subject
-from lowp.predict.wires import WireChoice, wire_of
+from lowp.predict.wires import COMPRESSED, WireChoice, wire_of
 from lowp.wire.reductions.two_shot import TwoShot
 
 LIMIT = 120.0  # seconds of everything
 SHORTEST = 5.0
 # What each part may take of the limit. The rest is for starting, for meeting, and for what takes longer than it was thought to.
-SHARES = {"device": 0.02, "build": 0.35, "links": 0.1, "codecs": 0.15, "models": 0.2, "sharing": 0.1}
+SHARES = {"device": 0.02, "build": 0.3, "links": 0.08, "codecs": 0.12, "models": 0.15, "sharing": 0.08, "steps": 0.2}
 MESSAGE = 1 << 20  # bytes, of those that are exchanged beside the computation
 Say = Callable[[str], None]
 
@@ -55,6 +57,10 @@ class Calibration:
     say: Say = lambda text: None
     _began: float = field(default_factory=time.perf_counter)
 
+    def __post_init__(self) -> None:
+        if self.subjects and self.codecs and self.meeting.ranks > 1:  # whole steps are measured with one of these
+            self.codecs = codecs_of([*(wire.text for wire in self.codecs), PROBES[COMPRESSED]])
+
     def run(self, name: str) -> Cluster:
         meeting = self.meeting
         device = with_speeds(meeting, bare_device(meeting.device, self.ranks_here), self._share("device"))
@@ -65,7 +71,8 @@ class Calibration:
         device = replace(device, codecs=codecs, times=models, chunk_overhead=overhead)
         if meeting.device.type == "cpu":
             device, levels = self._sharing(device, levels)
-        return Cluster(name, device, tuple(levels), Stragglers(variation), self._source())
+        cluster = Cluster(name, device, tuple(levels), Stragglers(variation), self._source())
+        return self._whole_steps(cluster) if levels else cluster
 
     def _share(self, part: str, of: int = 1) -> float:
         """Seconds for one of `of` things of a part: no more than what is left of the limit."""
@@ -153,6 +160,19 @@ class Calibration:
             self.say(f"sharing  {seconds_text(taken)} of computation are lost for each byte that a rank sends")
         return device, levels
 
+    def _whole_steps(self, cluster: Cluster) -> Cluster:
+        kinds = {
+            kind: wire for kind, wire in PROBES.items() if kind != COMPRESSED or _codec_name(wire) in cluster.device.codecs
+        }
+        found = cluster
+        for subject in self.subjects:
+            times, steps = with_excess(self.meeting, subject, cluster, kinds, self._share("steps", len(self.subjects)))
+            found = found.with_times(subject.name, times)
+            said = [f"{kinds[kind]} {seconds_text(took)} (+{seconds_text(times.excess[kind])})" for kind, took in steps.items()]
+            what = f"{', '.join(said)} beyond the parts" if said else "no time was left: predicted from the parts alone"
+            self.say(f"steps    {subject.name}: {what}")
+        return found
+
     def _computation(self) -> Callable[[], object]:
         """A step of the first model, unless that takes long; else a product."""
         for subject in self.subjects:
@@ -167,6 +187,10 @@ class Calibration:
     def _source(self) -> str:
         ranks = "1 rank" if self.meeting.ranks == 1 else f"{self.meeting.ranks} ranks, {self.ranks_here} on a machine"
         return f"measured by lowp calibrate on {datetime.now().astimezone():%Y-%m-%d}, {ranks}"
+
+
+def _codec_name(wire: str) -> str:
+    return str(wire_of(wire).settings.codecs()[0])
 
 
 def _nanoseconds(speed: CodecSpeed) -> str:

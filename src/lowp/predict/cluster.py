@@ -92,7 +92,8 @@ class ModelTimes:
     """A model as it was measured on a device: seconds of forward and backward for a batch.
 
     `layers`: seconds of backward from one gradient to the next, by parameter, where that was measured. `overhead`: what a step
-    takes more on several ranks, beside its messages: DistributedDataParallel's copies and hooks.
+    takes more on several ranks, beside its messages: DistributedDataParallel's copies and hooks. `excess`: what whole steps
+    took beyond the sum of their parts, by kind of wire (`WireChoice.kind`, probes/whole_step.py).
     """
 
     batch: int
@@ -100,6 +101,7 @@ class ModelTimes:
     backward: float
     layers: Mapping[str, float] = field(default_factory=dict)
     overhead: float = 0.0
+    excess: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

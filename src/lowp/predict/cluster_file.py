@@ -48,6 +48,7 @@ from lowp.names import did_you_mean
 from lowp.predict.cluster import Cluster, CodecSpeed, Device, LinkLevel, ModelTimes, Stragglers
 from lowp.predict.quantities import FLOPS, RATE, SECONDS, SIZE, exact_text
 from lowp.predict.toml_keys import ClusterError, TomlKeys, is_number
+from lowp.predict.wires import KINDS
 from lowp.training.regular_file import read_regular
 
 LIBRARY = Path(__file__).parent / "clusters"
@@ -149,9 +150,19 @@ def _times(keys: "TomlKeys") -> ModelTimes:
         keys.quantity("backward", SECONDS),
         layers,
         keys.quantity("overhead", SECONDS, 0.0),
+        _excess(keys),
     )
     keys.end()
     return times
+
+
+def _excess(keys: "TomlKeys") -> dict[str, float]:
+    found = {}
+    for kind, value in keys.mapping("excess").items():
+        if kind not in KINDS:
+            raise keys.wrong(f"excess.{kind}", f"no such kind of wire; there are {', '.join(KINDS)}")
+        found[kind] = keys.number_of(f"excess.{kind}", value, SECONDS)
+    return found
 
 
 def _speed(keys: "TomlKeys") -> CodecSpeed:
@@ -224,6 +235,8 @@ def cluster_toml(cluster: Cluster) -> str:
     for model, times in device.times.items():
         lines += ["", f"[device.times.{_quoted(model)}]", f"batch = {times.batch}"]
         lines += [f"{key} = {_time(getattr(times, key))}" for key in ("forward", "backward", "overhead")]
+        if times.excess:
+            lines += [f"excess = {{ {', '.join(f'{kind} = {_time(own)}' for kind, own in times.excess.items())} }}"]
         if times.layers:
             lines += ["", f"[device.times.{_quoted(model)}.layers]"]
             lines += [f"{_quoted(name)} = {_time(seconds)}" for name, seconds in times.layers.items()]

@@ -221,7 +221,7 @@ class _Scene:
         ranks, device = arrangement.ranks, self.cluster.device
         costs = [bucket_costs(bucket, wire, arrangement, device) if ranks > 1 else [] for bucket in laid]
         depth, streamed = under_way(device, wire)
-        times = self._times(costs, arrangement, depth, streamed)
+        times = self._times(costs, arrangement, depth, streamed, wire.kind)
         chunks = [chunk for own in costs for chunk in own]
         memory = memory_needs(self.workload, self.batch, self.formats, _message_bytes(chunks, depth))
         throughput = ranks * self.batch / times.step
@@ -232,7 +232,9 @@ class _Scene:
             memory, None if device.memory is None else memory.total <= device.memory,
         )  # fmt: skip
 
-    def _times(self, costs: list[list[ChunkCost]], arrangement: Arrangement, depth: int, streamed: bool) -> StepTimes:
+    def _times(
+        self, costs: list[list[ChunkCost]], arrangement: Arrangement, depth: int, streamed: bool, kind: str
+    ) -> StepTimes:
         """Gradients are reduced when the slowest rank has them. What others wait for it is idle time."""
         ranks = arrangement.ranks
         slowest, compute = self.cluster.stragglers.slowest(ranks), self.compute.total
@@ -240,7 +242,7 @@ class _Scene:
         jobs.sort(key=lambda job: job.ready)
         device = self.cluster.device
         times = step_times(compute * slowest, jobs, depth, device.beside, streamed, arrangement.burst)
-        overhead = device.step_overhead + self.compute.overhead if ranks > 1 else 0.0
+        overhead = device.step_overhead + self.compute.overhead + self.compute.excess.get(kind, 0.0) if ranks > 1 else 0.0
         return replace(times, compute=compute, idle=compute * (slowest - 1) + overhead)
 
 

@@ -23,6 +23,7 @@ from lowp.wire.reductions.base import Reduction
 from lowp.wire.settings import Settings
 
 PLAIN = ("fp32", "fp16", "bf16")  # formats that torch reduces in
+FP32, HOOK, COMPRESSED = KINDS = ("fp32", "hook", "compressed")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class WireChoice:
     settings: Settings
     reduction: "str | Reduction | Topology"
     plain: bool
+
+    @property
+    def kind(self) -> str:
+        """Who sends: torch's own all-reduce in float32; a hook of torch's, which casts; a codec of lowp's."""
+        return COMPRESSED if not self.plain else FP32 if self.settings.format == "fp32" else HOOK
 
     def topology(self, node: int) -> Topology:
         """`node`: ranks of a node of the cluster."""

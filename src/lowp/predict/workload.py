@@ -9,7 +9,7 @@ bandwidth. The first two say how long the whole takes. It is then shared among l
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lowp.predict.cluster import Device, ModelTimes
@@ -61,12 +61,13 @@ class ModelLayer:
 class StepCompute:
     """Seconds of forward, and of backward for each layer, in the order of the workload's layers.
 
-    `overhead`: of the framework, on several ranks.
+    `overhead`: of the framework, on several ranks. `excess`: what whole steps took beyond their parts, by kind of wire.
     """
 
     forward: float
     backward: tuple[float, ...]
     overhead: float = 0.0
+    excess: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -131,8 +132,8 @@ class Workload:
                 raise ValueError(f"times.{self.name}.layers: {missing[0]!r} is missing")
             backward: Mapping[str, float] = times.layers
             found = tuple(backward[layer.name] * factor for layer in self.layers)
-            return StepCompute(times.forward * factor, found, times.overhead)
+            return StepCompute(times.forward * factor, found, times.overhead, times.excess)
         _, shares = self._seconds(batch, _FLOPS, _BANDWIDTH)
         whole = sum(shares)
         found = tuple(times.backward * factor * own / whole for own in shares)
-        return StepCompute(times.forward * factor, found, times.overhead)
+        return StepCompute(times.forward * factor, found, times.overhead, times.excess)

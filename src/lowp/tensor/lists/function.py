@@ -28,9 +28,11 @@ from lowp.tensor.table import Table
 
 _CPU_CHUNK = 1 << 14  # elements: all arguments of a chunk fit into a core's cache
 _WORTH_THREADS = 1 << 16  # elements
-_CUDA_CHUNK = 1 << 9
-_CUDA_EACH = 128  # elements of a warp
-_CUDA_BLOCKS = 1 << 9  # elements of as many blocks as a program works on (1024: a fifth slower)
+_CUDA_CHUNK = 1 << 10  # elements of a step, of one tensor or of several blocks
+_CUDA_EACH = 256  # elements of a warp: 8 a thread, 16 bytes of 16-bit numbers
+_CUDA_STEPS = 8  # of a program, at most
+_CUDA_REGISTERS: int | None = None  # of a thread, at most
+_CUDA_PROGRAMS = 1 << 10  # at least, before one of them takes more steps
 _CUDA_REDUCED = 1 << 13  # where only reductions come out: fewer of them wait for each other at the end
 LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip` holds is not below it
 
@@ -39,7 +41,7 @@ LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip
 class Chunks:
     """The chunks of one launch: the tensor that each is of, its first element; how many elements a chunk of each tensor has.
 
-    On CUDA a chunk has `rows` stretches of up to `size` elements.
+    On CUDA a chunk has up to `steps` times `rows` stretches of up to `size` elements.
     """
 
     tensors: Any
@@ -47,6 +49,7 @@ class Chunks:
     sizes: Any
     size: int = 0
     rows: int = 1
+    steps: int = 1
 
 
 class Lists:
@@ -112,27 +115,32 @@ class Lists:
         if self.device.type == "cpu":
             steps = [width * max(1, _CPU_CHUNK // width) if of_blocks else _CPU_CHUNK for width in self.widths]
             return [self._starts(everyone, steps)]
+        return self.cut_for_cuda(of_blocks, size)
+
+    def cut_for_cuda(self, of_blocks: bool, size: int) -> list[Chunks]:
+        everyone = range(len(self.rows))
         backwards = size == _CUDA_CHUNK  # what writes begins where what measured has ended: that is still in the cache
+        steps = max(1, min(_CUDA_STEPS, self.elements // (size * _CUDA_PROGRAMS))) if backwards else 1
         if not of_blocks:
             size = min(size, max(32, 1 << (max(self.lengths) - 1).bit_length()))  # a table of a few tensors is short
-            return [self._starts(everyone, [size] * len(self.rows), size, 1, backwards)]
+            return [self._starts(everyone, [steps * size] * len(self.rows), size, 1, steps, backwards)]
         sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
         found = []
         for own in sorted(set(sizes)):
-            rows = max(1, _CUDA_BLOCKS // own)
+            rows = max(1, size // own)
             members = [i for i in everyone if sizes[i] == own]
-            found.append(self._starts(members, [rows * width for width in self.widths], own, rows, backwards))
+            found.append(self._starts(members, [steps * rows * width for width in self.widths], own, rows, steps, backwards))
         return found
 
     def _starts(
-        self, members: Sequence[int], steps: Sequence[int], size: int = 0, rows: int = 1, backwards: bool = False
+        self, members: Sequence[int], each: Sequence[int], size: int = 0, rows: int = 1, steps: int = 1, backwards: bool = False
     ) -> Chunks:
-        starts = [np.arange(0, self.lengths[i], steps[i], dtype=np.int64) for i in members]
+        starts = [np.arange(0, self.lengths[i], each[i], dtype=np.int64) for i in members]
         tensors = [np.full(len(own), i, dtype=np.int32) for i, own in zip(members, starts, strict=True)]
         order = slice(None, None, -1 if backwards else 1)
-        cut = np.concatenate(tensors)[order], np.concatenate(starts)[order], np.array(steps, dtype=np.int64)
+        cut = np.concatenate(tensors)[order], np.concatenate(starts)[order], np.array(each, dtype=np.int64)
         there = [self._put(part) for part in cut]
-        return Chunks(there[0], there[1], there[2], size, rows)
+        return Chunks(there[0], there[1], there[2], size, rows, steps)
 
 
 def _are_aligned(pointers: np.ndarray) -> bool:
@@ -296,11 +304,12 @@ class _TritonListKernel:
         for chunks in lists.chunks(self._what.of_blocks, size):
             before = [*lists.arrays, numbers, len(lists.rows), lists.columns]
             after = [*self._tables, reduced if self._what.reductions else skip, skip, LIMIT, chunks.tensors, chunks.starts]
-            constants = {"SIZE": chunks.size, "ROWS": chunks.rows, "ALIGNED": lists.aligned}
+            constants = {"SIZE": chunks.size, "ROWS": chunks.rows, "STEPS": chunks.steps, "ALIGNED": lists.aligned}
             grid = (chunks.tensors.numel(), 1, 1)
             compiled = self._run[grid](
                 *before, *shared, *after, **constants,
                 num_warps=min(8, max(1, chunks.size * chunks.rows // _CUDA_EACH)), enable_fp_fusion=False,
+                **({"maxnreg": _CUDA_REGISTERS} if _CUDA_REGISTERS and self._what.writes else {}),
             )  # fmt: skip
             if compiled is not None:
                 ends = [[x.data_ptr() if isinstance(x, Tensor) else x for x in part] for part in (before, after)]
