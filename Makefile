@@ -6,7 +6,7 @@ RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 GPU_WORKERS ?= 8
 
-.PHONY: setup demo test test-variant test-slow test-gpu lint format bench studies readme clean
+.PHONY: setup demo test test-variant test-slow test-gpu lint format bench studies readme docs clean
 
 setup: $(READY)
 
@@ -75,6 +75,12 @@ studies: setup
 readme: setup
 	$(BIN)/python -m lowp.cli.readme README.md
 	$(BIN)/python -m lowp.predict.page docs/prediction.md
+	$(BIN)/python -m benchmarks.step_table README.md
+
+# The site, in site/: static files that need no network. Every warning is an error, and links are checked.
+docs: $(RUNS)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs auto -b html -d site/.doctrees docs site
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis

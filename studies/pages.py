@@ -231,7 +231,7 @@ def index_text(pages: Sequence[Page]) -> str:
     lines = [
         "# Studies",
         "",
-        "What papers claim, run again with `lowp ablate`. Made by `make studies` of the records in `studies/`.",
+        "What papers claim, run again with `lowp ablate`. Made by `make studies` of the records in the folder `studies`.",
         "",
     ]
     rows = []

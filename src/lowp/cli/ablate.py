@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowp.cli.output import console, examples
+from lowp.invocation import command
 
 if TYPE_CHECKING:
     from lowp.lab.pool import Executor
@@ -112,10 +113,12 @@ def _make_runs(
     if table is not None:
         write_table(results.records(), table)
     print_results(results, screen)
-    screen.print(f"\nwrote {directory.path / RESULTS}, {RUNS_TABLE}; as a page: lowp report {directory.path}", markup=False)
+    screen.print(
+        f"\nwrote {directory.path / RESULTS}, {RUNS_TABLE}; as a page: {command('report', directory.path)}", markup=False
+    )
     if state.stopped_by:
         open_now = state.total - state.count(*DONE)
-        again = f"lowp ablate {plan.study.source} --out {directory.path} --resume"
+        again = command("ablate", plan.study.source, "--out", directory.path, "--resume")
         typer.echo(f"lowp: stopped by {state.stopped_by}, {open_now} runs are not finished; go on with: {again}", err=True)
         raise typer.Exit(128 + signal.Signals[state.stopped_by])
     if failed := state.count("failed"):

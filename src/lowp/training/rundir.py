@@ -27,7 +27,6 @@ from typing import Any, Self
 from weakref import WeakSet
 
 from lowp.training.durable import explained, make_directory, partial_of, replace_file, sync_directory
-from lowp.training.environment import environment as environment
 from lowp.training.json_lines import JsonLines as JsonLines
 from lowp.training.json_lines import read_lines as read_lines
 
