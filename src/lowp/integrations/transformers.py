@@ -106,9 +106,7 @@ class GradientCompression(TrainerCallback):
             load_rank(handle, places, saved["attributes"] | {"step": state.global_step})
         except ValueError as error:
             handle.remove()
-            raise ValueError(
-                f"{error}. GradientCompression(resume_from=DIRECTORY) says where, resume_from=False begins anew"
-            ) from None
+            raise ValueError(f"{error}. GradientCompression(resume_from=DIRECTORY) says where, resume_from=False begins anew") from None
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -317,9 +317,7 @@ def _checked(model: Any) -> DistributedDataParallel:
     """The DDP model, out of torch.compile's wrapper, if it can be compressed now."""
     wrapped = compat.uncompiled(model)
     if not isinstance(wrapped, DistributedDataParallel):
-        raise TypeError(
-            f"compress_gradients takes a DistributedDataParallel model, not {type(wrapped).__name__}; {_where(wrapped)}"
-        )
+        raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {type(wrapped).__name__}; {_where(wrapped)}")
     if wrapped in _switches and _switches[wrapped].handle is not None:
         raise RuntimeError("the gradients of this model are compressed already: call remove() on the handle of that first")
     if compat.has_no_buckets(wrapped):
