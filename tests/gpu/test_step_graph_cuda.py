@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lowp.training import step_graph
+from lowp.training.cuda_settings import cuda_settings
 from lowp.training.recipe import Recipe
 from lowp.training.run import run
 from lowp.training.trainer import Trainer
@@ -23,14 +24,15 @@ MODELS = {
 def trained(model, options, eager, steps, monkeypatch, **precision):
     monkeypatch.setattr(step_graph, "EAGER_STEPS", eager)
     recipe = Recipe(
-        name="graph", seed=3, epochs=1, batch=64, device="cuda", model={"name": model, "options": options},
+        name="graph", seed=3, epochs=1, batch=64, device="cuda", deterministic=True, model={"name": model, "options": options},
         data={"name": "fashion14"}, optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9}, precision=precision,
     )  # fmt: skip
     world = World.join("cuda", threads=0)
     try:
         trainer = Trainer(recipe, world)
-        for _ in range(steps):
-            trainer.train_step()
+        with cuda_settings(recipe, world.device):
+            for _ in range(steps):
+                trainer.train_step()
         trainer.confirm()
         assert (trainer._graph._graph is not None) == (eager < steps)
         return [p.detach().cpu() for p in trainer.model.state_dict().values()], trainer.take_metrics()

@@ -13,6 +13,7 @@ The code of a model runs once, while it is recorded. What it decides in Python i
 package are recorded (`MODELS`), none of a user's.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -54,15 +55,18 @@ class StepGraph:
 
     def _record(self, inputs: Tensor, targets: Tensor) -> bool:
         """Record the pass; nothing is computed yet."""
+        # A graph of an earlier run that is forgotten while this one is recorded would end the recording.
+        gc.collect()
         torch.cuda.empty_cache()  # a graph has memory of its own, and does not find what the steps before it have left
         self._batch = torch.empty_like(inputs), torch.empty_like(targets)
         for place, new in zip(self._batch, (inputs, targets), strict=True):
             place.copy_(new)
         for parameter in self._parameters:
             parameter.grad = None
-        graph = torch.cuda.CUDAGraph()
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads work on
                 self._backward(*self._batch)
         except RuntimeError as error:
             self._failed, self._batch = True, None
@@ -71,5 +75,8 @@ class StepGraph:
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"steps are launched one kernel at a time, since they could not be recorded: {reason}", stacklevel=2)
             return False
+        finally:
+            if collecting:
+                gc.enable()
         self._graph, self._gradients = graph, [parameter.grad for parameter in self._parameters]
         return True

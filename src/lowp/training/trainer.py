@@ -371,6 +371,7 @@ class Trainer:
         self._feed.forget()
 
     def close(self) -> None:
+        self._graph = None
         self.exchange.close()
 
 
