@@ -1,4 +1,4 @@
-"""Random files in the layout of CIFAR-10 and Fashion-MNIST, for measurements where there is no network: python data.py FOLDER"""
+"""Random files in the layout of CIFAR-10 and Fashion-MNIST, where there is no network: python data.py FOLDER"""
 
 import struct
 import sys

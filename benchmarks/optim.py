@@ -390,7 +390,9 @@ def main() -> None:
     parser.add_argument("--only", metavar="REGEX", help="contenders whose name matches; torch's fused steps stay")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=tuple(LAYOUTS))
-    parser.add_argument("--build", action="store_true", help="two steps of each contender, and no measurement: kernels are there then")
+    parser.add_argument(
+        "--build", action="store_true", help="two steps of each contender, and no measurement: kernels are there then"
+    )
     parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()

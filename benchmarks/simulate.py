@@ -311,6 +311,11 @@ def main() -> None:
     parser.add_argument(
         "--mode", default="default", help="of torch.compile; with reduce-overhead (CUDA graphs) launching costs no time"
     )
+    parser.add_argument(
+        "--combo",
+        action="store_true",
+        help="let inductor join small kernels (torch._inductor.config.combo_kernels), for all contenders",
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="2 short rounds of small models")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -320,6 +325,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
     torch.backends.cudnn.allow_tf32 = True
+    if options.combo:
+        from torch._inductor import config
+
+        config.combo_kernels = True
     cases = [
         case
         for case in cases_for(options.device, options.quick)

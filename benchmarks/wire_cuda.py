@@ -14,8 +14,8 @@
 Ranks are processes that share the GPU and talk through sockets on the loopback interface, as machines do through a network.
 Processes take turns on a GPU. With --mps (src/lowp/lab/mps.py) their kernels run at the same time, as those of ranks with a GPU
 each.
-Contenders take turns, step by step; figures are medians over rounds, and a ratio is taken within a round. With --out or the variable OUT,
-results go there, and else to benchmarks/results.
+Contenders take turns, step by step; figures are medians over rounds, and a ratio is taken within a round. With --out or the
+variable OUT, results go there, and else to benchmarks/results.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def cases_of(part: str, options: argparse.Namespace) -> dict[int, list[dict]]:
         return {n: [case | {"contenders": _only(names, options), "one_rank_a_node": False}] for n in options.ranks}
     if part == "fsdp":
         models = [name for name in options.models if name != "resnet50"]
-        step = {"kind": "fsdp", "contenders": list(FSDP), "rounds": rounds, "block": 1}
+        step = {"kind": "fsdp", "contenders": _only(FSDP, options), "rounds": rounds, "block": 1}
         return {2: [step | {"model": model} for model in models]}
     step = {"kind": "model", "contenders": _only(CONTENDERS, options), "rounds": rounds, "block": 1, "seconds": options.seconds}
     return {1 if part == "step" else 2: [step | {"model": model} for model in options.models]}

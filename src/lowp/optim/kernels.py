@@ -141,7 +141,7 @@ def measure(layout: Layout) -> ListFunction:
         return [*found, layout.weight(elements).abs().view(torch.int32)] if weights else found
 
     elements = layout.elements[:2]
-    return ListFunction(function, elements, (), 1, 0, reductions=("max", "max") if weights else ("max",))
+    return ListFunction(function, elements, (), 1, 0, reductions=("max", "max") if weights else ("max",), aside="most")
 
 
 def _step(layout: Layout, elements: Sequence[Tensor], numbers: Tensor, s: Tensor, tables: tuple[Tensor, ...]) -> Tensor:

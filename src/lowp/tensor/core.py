@@ -297,7 +297,8 @@ class Encode(_Rounder):
         With u the noise as a share of one, the entry above is taken from low + gap * (1 - u) on, computed in float32: a product
         and a sum that are the same everywhere.
         """
-        assert self.stairs is not None and word is not None
+        assert self.stairs is not None
+        assert word is not None
         magnitude = bits & self.carrier.magnitude
         entry = self.stairs.find(magnitude, bits >> 31, tables)
         low, gap = (tables[i][entry].view(torch.float32) for i in (1, 3))

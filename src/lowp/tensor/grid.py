@@ -398,9 +398,9 @@ def _stochastic_steps(steps: Tensor, noise: Tensor | None, g: Grid) -> Tensor:
 def encode_by_words(bits: Tensor, g: Grid, word: Tensor, nan_to: str) -> Tensor:
     """`encode`, stochastically, with noise of 16 bits: `number_of_word`, for floats that saturate.
 
-    A kernel for a GPU adds 1 + u to the magnitude in steps, u being the noise as a share of a step, and rounds toward zero: what
-    a float has no bits for is cut off, and never changes the whole part of a sum. A second such sum, to 2^23, leaves the whole
-    part in the last bits. (Conversions between floats and integers would take eight times as long as sums.)
+    A kernel for a GPU adds 1 + u to the magnitude in steps, u being the noise as a share of a step, and rounds toward zero:
+    what a float has no bits for is cut off, and never changes the whole part of a sum. A second such sum, to 2^23, leaves the
+    whole part in the last bits. (Conversions between floats and integers would take eight times as long as sums.)
     """
     c = g.carrier
     in_floats = floats_pay(bits) and not in_vectors(bits) and g.suits_float_unit and not g.fixed

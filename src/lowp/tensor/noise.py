@@ -50,6 +50,7 @@ class Domain(enum.IntEnum):
     MASTER = _word("master")  # `lowp.MasterWeights`
     SIMULATION = _word("simulate")  # the tensors of a simulated model
     SIMULATED_SUMS = _word("sums")  # the products inside its layers
+    SIMULATED_PRODUCTS = _word("products")  # the operands of these
     WIRE = _word("wire")  # gradients on their way, real or virtual
     FSDP = _word("fsdp")  # gradients and parameters of a sharded model on their way
 
@@ -63,6 +64,7 @@ STREAMS: dict[Domain, dict[str, int]] = {
     Domain.MASTER: {"parameter": 63},
     Domain.SIMULATION: {"layer": 31, "role": 4, "tensor": 28},
     Domain.SIMULATED_SUMS: {"layer": 31, "product": 32},
+    Domain.SIMULATED_PRODUCTS: {"layer": 31, "operand": 32},
     Domain.WIRE: _PARTS_OF_A_MESSAGE,
     Domain.FSDP: _PARTS_OF_A_MESSAGE,
 }

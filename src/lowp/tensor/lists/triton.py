@@ -106,7 +106,12 @@ _OWN = ("constant", "index", "bitcast", "convert", "look_up", "where", "amax")
 
 
 def source(
-    program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple[str, ...], tables: int
+    program: Program,
+    elements: tuple[Element, ...],
+    writes: tuple[int, ...],
+    reductions: tuple[str, ...],
+    tables: int,
+    aside: str = "",
 ) -> str:
     """The Python text of a module with the kernel `run`.
 
@@ -121,11 +126,13 @@ def source(
         *IMPORTS,
         "@triton.jit",
         f"def run(pointers, lengths, widths, numbers, tensors, columns, {''.join(name + ', ' for name in names)}"
-        "reduced, skip, limit, chunk_tensor, chunk_start, SIZE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, "
+        "reduced, skip, aside, limit, chunk_tensor, chunk_start, SIZE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, "
         "ALIGNED: tl.constexpr):",
-        "    if tl.load(skip) >= limit:",
-        "        return",
         "    chunk = tl.program_id(0)",
+        "    known = tl.load(skip)",
+        *(["    if chunk == 0:", "        tl.store(aside, known)"] if aside == "skip" else []),
+        "    if known >= limit:",
+        "        return",
         "    tensor = tl.load(chunk_tensor + chunk)",
         "    begin = tl.load(chunk_start + chunk)",
         "    end = tl.load(lengths + tensor)",
@@ -141,8 +148,8 @@ def source(
         "    full = left // (ROWS * SIZE)",
         *(["    if width != SIZE:", "        full = 0"] if of_blocks else []),
     ]
-    lines += ["    " + line for line in _full(program, elements, writes, reductions, of_blocks)]
-    lines += ["    " + line for line in _rest(program, elements, writes, reductions, of_blocks)]
+    lines += ["    " + line for line in _full(program, elements, writes, reductions, aside, of_blocks)]
+    lines += ["    " + line for line in _rest(program, elements, writes, reductions, aside, of_blocks)]
     return "\n".join(lines) + "\n"
 
 
@@ -164,7 +171,9 @@ def _needed(program: Program) -> list[int]:
     return [i for i, v in enumerate(program.elements) if v.name in names]
 
 
-def _full(program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple, of_blocks: bool) -> list[str]:
+def _full(
+    program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple, aside: str, of_blocks: bool
+) -> list[str]:
     lines = []
     for i, e in enumerate(elements):
         lines.append(f"b{i} = p{i} + {'begin // SIZE' if e.of_block else 'begin // SIZE * SIZE'}")
@@ -182,12 +191,14 @@ def _full(program: Program, elements: tuple[Element, ...], writes: tuple[int, ..
     inner += ["index = begin.to(tl.int32) + step * (ROWS * SIZE) + lane"]
     inner += [f"{s.result.name} = {_look_up(s) or expression(s)}" for s in program.statements]
     inner += _stored(program, elements, writes, "b", "step * (ROWS * SIZE) + lane", "step * ROWS + row", False)
-    inner += _reduced(program, len(writes), reductions, False)
+    inner += _reduced(program, len(writes), reductions, aside, False)
     inner += [f"x{i} = y{i}" for i in needed]
     return [*lines, *("    " + line for line in inner)]
 
 
-def _rest(program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple, of_blocks: bool) -> list[str]:
+def _rest(
+    program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple, aside: str, of_blocks: bool
+) -> list[str]:
     if of_blocks:
         lines = [
             "column = tl.arange(0, SIZE)[None, :]",
@@ -214,7 +225,7 @@ def _rest(program: Program, elements: tuple[Element, ...], writes: tuple[int, ..
             text = text.replace(s.arguments[0].name, f"tl.where(inside, {s.arguments[0].name}, 0.0)")
         inner.append(f"{s.result.name} = {text}")
     inner += _stored(program, elements, writes, "p", "place", "block", True)
-    inner += _reduced(program, len(writes), reductions, True)
+    inner += _reduced(program, len(writes), reductions, aside, True)
     return [*lines, "for step in range(full, (left + each - 1) // each):", *("    " + line for line in inner)]
 
 
@@ -226,7 +237,9 @@ def _stored(
     for i, v in zip(writes, program.results, strict=False):
         if elements[i].of_block:
             one = v.name if v.name in of_block else f"tl.max({v.name} + tl.zeros_like(index), axis=1, keep_dims=True)"
-            lines.append(f"tl.store({base}{i} + ({block}), {one}.to({TYPES[elements[i].dtype]}){', mask=there' if masked else ''})")
+            lines.append(
+                f"tl.store({base}{i} + ({block}), {one}.to({TYPES[elements[i].dtype]}){', mask=there' if masked else ''})"
+            )
         else:
             lines.append(f"tl.store({base}{i} + ({place}), {v.name}{', mask=inside' if masked else ''})")
     return lines
@@ -246,13 +259,16 @@ def _of_blocks(program: Program, elements: tuple[Element, ...]) -> set[str]:
     return found
 
 
-def _reduced(program: Program, writes: int, reductions: tuple, masked: bool) -> list[str]:
+def _reduced(program: Program, writes: int, reductions: tuple, aside: str, masked: bool) -> list[str]:
     lines = []
     for i, (kind, v) in enumerate(zip(reductions, program.results[writes:], strict=True)):
         amount = _argument(v, torch.int32 if kind == "max" else torch.int64)
         amount = f"tl.where(inside, {amount}, 0)" if masked else amount
         over, atomic = ("max", "max") if kind == "max" else ("sum", "add")
-        lines.append(f"tl.atomic_{atomic}(reduced + {i} * tensors + tensor, tl.{over}({amount}).to(tl.int64))")
+        lines.append(f"found{i} = tl.{over}({amount}).to(tl.int64)")
+        lines.append(f"tl.atomic_{atomic}(reduced + {i} * tensors + tensor, found{i})")
+        if i == 0 and aside == "most":
+            lines.append("tl.atomic_max(aside, found0, mask=found0 > tl.load(aside))")
     return lines
 
 
