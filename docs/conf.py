@@ -32,7 +32,7 @@ nb_merge_streams = True
 
 # Python
 default_role = "code"
-smartquotes = False  # "e5m2" is code
+smartquotes_action = "D"  # dashes only: "e5m2" is code
 add_module_names = False
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

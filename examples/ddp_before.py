@@ -1,8 +1,8 @@
 """A small network, trained by several processes with DistributedDataParallel.
 
-    torchrun --nproc-per-node 2 examples/ddp_before.py
-    torchrun --nproc-per-node 2 examples/ddp_after.py        # the same with gradients in 8 bits
-    diff examples/ddp_before.py examples/ddp_after.py        # two lines
+torchrun --nproc-per-node 2 examples/ddp_before.py
+torchrun --nproc-per-node 2 examples/ddp_after.py        # the same with gradients in 8 bits
+diff examples/ddp_before.py examples/ddp_after.py        # two lines
 """
 
 import torch

@@ -1,6 +1,6 @@
 """FSDP2: gradients travel to their owners in 8 bits, and parameters to everybody in 8 bits.
 
-    torchrun --nproc-per-node 2 examples/fsdp2.py
+torchrun --nproc-per-node 2 examples/fsdp2.py
 """
 
 import lowp

@@ -1,6 +1,6 @@
 """Hugging Face accelerate: compressed gradients are one more setting of the Accelerator.
 
-    torchrun --nproc-per-node 2 examples/with_accelerate.py          # or: accelerate launch --num_processes 2 ...
+torchrun --nproc-per-node 2 examples/with_accelerate.py          # or: accelerate launch --num_processes 2 ...
 """
 
 import tempfile

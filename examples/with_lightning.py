@@ -1,6 +1,6 @@
 """Lightning: compressed gradients are a callback.
 
-    python examples/with_lightning.py            # Lightning starts the second process itself
+python examples/with_lightning.py            # Lightning starts the second process itself
 """
 
 import tempfile

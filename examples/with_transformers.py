@@ -1,6 +1,6 @@
 """Hugging Face's Trainer: compressed gradients are a callback. The model is made from a configuration: nothing is downloaded.
 
-    torchrun --nproc-per-node 2 examples/with_transformers.py
+torchrun --nproc-per-node 2 examples/with_transformers.py
 """
 
 import tempfile

@@ -41,7 +41,7 @@ def named(page: Path) -> set[tuple[str, tuple[Path, ...]]]:
     found: set[tuple[str, tuple[Path, ...]]] = set()
     for heading, text in sections(page.read_text()):
         own = SOURCE / heading
-        homes = (own, SOURCE) if heading and own.is_dir() else (page.parent, SOURCE)
+        homes = (own, SOURCE) if heading and own.is_dir() else (page.parent, SOURCE, ROOT)
         found |= {(path, (ROOT,)) for path in PATH.findall(text)}
         found |= {(name, homes) for name in NAME.findall(text) if not PATH.fullmatch(name)}
         found |= {(target, (page.parent,)) for target in LINK.findall(text)}
@@ -166,3 +166,10 @@ def test_messages_that_troubleshooting_lists_are_in_the_code():
     gone = [piece for piece in pieces if len(piece) > 5 and piece not in code]
     assert len(pieces) > 30
     assert gone == []
+
+
+def test_the_table_of_steps_is_that_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    step_table = import_module("benchmarks.step_table")
+    readme = (ROOT / "README.md").read_text()
+    assert step_table.rewritten(readme) == readme, "`make readme` writes it"

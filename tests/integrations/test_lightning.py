@@ -7,6 +7,7 @@ import torch
 from recording import SINGLE, Recorder, as_a_launcher_would, names_of_torchvision, same_state, single_process
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
 from wire import ranks
 
 OPTIONS = {"scale": "aps", "error_feedback": True}

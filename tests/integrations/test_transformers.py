@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from recording import SINGLE, Recorder, as_a_launcher_would, names_of_torchvision, same_state, single_process
-from wire import ranks
 
 import lowp
+from wire import ranks
 
 OPTIONS = {"scale": "aps", "error_feedback": True}
 STEPS = 4

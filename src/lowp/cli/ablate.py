@@ -1,6 +1,6 @@
 """`lowp ablate`: many runs that differ a little, and what they say together."""
 
-import os
+import platform
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -163,7 +163,7 @@ def _print_plan(
         out.print("\nall runs were made already")
     if not runs or not estimate:
         return {setting.name: known.get(setting.name, 0.0) for setting in plan.settings}
-    out.print(f"\ntiming a few steps, on {os.uname().nodename} ...", style="dim", markup=False)
+    out.print(f"\ntiming a few steps, on {platform.node()} ...", style="dim", markup=False)
     estimates = estimated_seconds(plan, known, threads, data)
     total = duration_text(total_seconds(runs, estimates, jobs))
     what = f"{len(runs)} of {len(plan.runs)} runs" if len(runs) < len(plan.runs) else f"{len(runs)} runs"

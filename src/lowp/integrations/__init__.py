@@ -1,4 +1,4 @@
-"""Compressed gradients in other people's trainers. Each module needs the library that it is named after, and nothing imports it.
+"""Compressed gradients in other people's trainers. Each module needs the library that it is named after; nothing imports it.
 
     lowp.integrations.accelerate      GradientCompression, for `Accelerator(kwargs_handlers=[...])`
     lowp.integrations.transformers    GradientCompression, for `Trainer(callbacks=[...])`

@@ -6,8 +6,8 @@
 >>> accelerator.register_for_checkpointing(compression)                        # save_state, load_state: every rank's state
 >>> compression.handle.total()
 
-`Accelerator` looks up what kind of settings an object holds by its exact `__class__` (1.15), and makes another one of that class
-to compare with the defaults. So this one answers, as mock objects do, that it is what it extends.
+`Accelerator` looks up what kind of settings an object holds by its exact `__class__` (1.15), and makes another one of that
+class to compare with the defaults. So this one answers, as mock objects do, that it is what it extends.
 """
 
 from collections.abc import Mapping

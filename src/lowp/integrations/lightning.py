@@ -9,8 +9,8 @@ Where only a strategy can be given:
 
 >>> DDPStrategy(ddp_comm_state=CompressionState("e5m2", scale="aps"), ddp_comm_hook=compression_hook)
 
-Lightning registers hooks of strategies on CUDA alone (2.6), and without a word elsewhere; and it does not save their states. The
-callback has neither limit.
+Lightning (2.6) registers hooks of strategies on CUDA alone, passes over them elsewhere without a word, and does not save their
+states. The callback has none of these limits.
 
 `lightning.pytorch` and the older package `pytorch_lightning` have classes of their own. This module takes the one that the
 program has imported, and `lightning` if it has imported none.
@@ -41,8 +41,8 @@ else:
 class GradientCompression(Callback):
     """Arguments of `lowp.compress_gradients`. The figures of `report()` are logged as often as the trainer logs.
 
-    `handle` is that of the training that runs or ran last; None before, and in a single process, where nothing is compressed and
-    the logger `lowp` says so once.
+    `handle` is that of the training that runs or ran last. It is None before, and in a single process: nothing is compressed
+    there, and the logger `lowp` says so once.
     """
 
     def __init__(self, format: Any, **options: Any) -> None:

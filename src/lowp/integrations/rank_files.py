@@ -35,7 +35,7 @@ def load_rank(
     *,
     step_only: bool = False,
 ) -> None:
-    """Take this rank's state from the first directory that has it, with this label. All ranks call it, and all raise if one must.
+    """Take this rank's state from the first directory that has it, with this label. All ranks call it; if one raises, all do.
 
     With `step_only` rank 0's file will do for all: it needs no residuals.
     """

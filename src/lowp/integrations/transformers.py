@@ -35,8 +35,8 @@ class GradientCompression(TrainerCallback):
         resume_from: the checkpoint's directory, where it is neither in `output_dir` nor `args.resume_from_checkpoint`. False:
             resume without the state of the compression, which begins anew.
 
-    `handle` is that of the training that runs or ran last; None before, and in a single process, where nothing is compressed and
-    the logger `lowp` says so once.
+    `handle` is that of the training that runs or ran last. It is None before, and in a single process: nothing is compressed
+    there, and the logger `lowp` says so once.
     """
 
     def __init__(self, format: Any, *, resume_from: "str | Path | bool | None" = None, **options: Any) -> None:
@@ -54,15 +54,15 @@ class GradientCompression(TrainerCallback):
         ddp = wrapper_of(model)
         if ddp is None:
             raise TypeError(
-                f"GradientCompression found no DistributedDataParallel around {type(model).__name__}: it must be imported before "
-                "the first train(), and is not for FSDP (lowp.fsdp.compress is) or DeepSpeed"
+                f"GradientCompression found no DistributedDataParallel around {type(model).__name__}: import it before the "
+                "first train(); it is not for FSDP (lowp.fsdp.compress is) or DeepSpeed"
             )
         self.handle = self._request.start(ddp)
         self._resume(args, state, self.handle)
         training = [uuid.uuid4().hex]
         dist.broadcast_object_list(training, src=0)
         self._label = {"training": training[0]}
-        state.stateful_callbacks[_KEY] = {"args": {}, "attributes": self._label}
+        _kept(state)[_KEY] = {"args": {}, "attributes": self._label}
 
     def on_log(
         self,
@@ -96,7 +96,7 @@ class GradientCompression(TrainerCallback):
     def _resume(self, args: TrainingArguments, state: TrainerState, handle: Handle) -> None:
         if state.global_step == 0 or self._resume_from is False:
             return
-        saved = state.stateful_callbacks.get(_KEY)
+        saved = _kept(state).get(_KEY)
         if saved is None:
             say_once("the checkpoint was saved without compressed gradients: their compression begins at step 0")
             return
@@ -106,7 +106,14 @@ class GradientCompression(TrainerCallback):
             load_rank(handle, places, saved["attributes"] | {"step": state.global_step})
         except ValueError as error:
             handle.remove()
-            raise ValueError(f"{error}. GradientCompression(resume_from=DIRECTORY) says where, resume_from=False begins anew") from None
+            otherwise = "GradientCompression(resume_from=DIRECTORY) says where it is, resume_from=False begins anew"
+            raise ValueError(f"{error}. {otherwise}") from None
+
+
+def _kept(state: TrainerState) -> dict[str, Any]:
+    """What trainer_state.json keeps for callbacks. (It is annotated as the list that the constructor takes.)"""
+    assert isinstance(state.stateful_callbacks, dict)
+    return state.stateful_callbacks
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -11,7 +11,7 @@ collector finds wrappers that a trainer has already given up.
 import weakref
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +35,7 @@ def wrapper_of(model: Any) -> DistributedDataParallel | None:
     return found[-1] if found else None
 
 
-def wrapper_with(parameter: nn.Parameter) -> DistributedDataParallel | None:
+def wrapper_with(parameter: Tensor) -> DistributedDataParallel | None:
     """The DDP model that was made last and has this parameter."""
     found = [ddp for ddp in _seen if any(each is parameter for each in ddp.module.parameters())]
     return found[-1] if found else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowp import compat
 from lowp.optim import scales
-from lowp.optim.arguments import GradientScale, check_gradient, check_options, gradient_scale_of, own_name, with_rate
+from lowp.optim.arguments import GradientScale, check_gradient, check_options, gradient_scale_of, own_name, update_of, with_rate
 from lowp.optim.checkpoint import check_groups, check_states
 from lowp.optim.family import Family, OtherGradientDtype, Step
 from lowp.optim.gathering import Families, gather
@@ -33,7 +33,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     """The base of SGD, LARS, AdamW and LAMB.
 
     Args that all of them take, beside those of `torch.optim`:
-        update: how weights take their updates: "stochastic", "kahan" (16 more bits a weight) or "nearest".
+        update: how weights take their updates: "stochastic", "kahan" (16 more bits a weight) or "nearest". None: stochastic for
+            16-bit weights, nearest for float32 ones, which is what torch does.
         state: the format of states: "fp16", "bf16", "e4m3fn", "dynamic8", "posit16" ..., or a dict by state. None: as the
             weights.
         state_scale: "tensor" or "block" (256 elements of a row, or what divides it): what shares a power of two. None: blocks
@@ -112,10 +113,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             name = self._name(group, i, place)
             if parameter.dtype not in FORMAT_OF_DTYPE:
                 raise TypeError(f"{name} is {parameter.dtype}; weights are float16, bfloat16 or float32")
-            if parameter.dtype == torch.float32 and group["update"] != "nearest":
+            if update_of(group, parameter.dtype) != "nearest" and parameter.dtype == torch.float32:
                 raise TypeError(
                     f"{name} is float32, and update={group['update']!r} is for 16-bit weights: convert the model "
-                    "(model.half() or model.bfloat16()), or say update='nearest'"
+                    "(model.half() or model.bfloat16()), or leave update out"
                 )
             if parameter.numel() > 1 << 30:
                 raise ValueError(f"{name} has {parameter.numel()} elements; up to 2^30 are supported")

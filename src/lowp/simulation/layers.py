@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lowp.compat import tree_flatten, tree_leaves, tree_unflatten
-from lowp.formats import AnyFormat, BlockFormat, Format
+from lowp.formats import BlockFormat, FormatLike
 from lowp.formats import format as parse_format
 from lowp.formats.floats import E8M0FNU
 from lowp.names import did_you_mean
@@ -45,9 +45,9 @@ ALL_ROLES = (*ROLES, SUMS, PRODUCTS)
 OFF = "fp32"  # how a role that is left alone is written
 _OUTPUTS = 8  # tensors of one output whose ranges are remembered one by one; those behind them share the last one's
 
-FormatName = str | AnyFormat | None
-ArithmeticName = str | Format | Arithmetic | None
-ProductsName = str | AnyFormat | Products | None
+FormatName = FormatLike | None
+ArithmeticName = FormatLike | Arithmetic | None
+ProductsName = FormatLike | Products | None
 Selector = str | type | Callable[[str, nn.Module], bool]
 Rules = Mapping[Any, Mapping[str, Any]]  # selectors; formats by role, and "scale"
 

@@ -7,7 +7,6 @@ Where the run has ended, its `end` record is the last word; before that, the las
 killed still calls itself running. Its lock tells: it dies with the process.
 """
 
-import fcntl
 import json
 import re
 import tomllib
@@ -18,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lowp.machine import HAS_LOCKS, try_lock
 from lowp.names import did_you_mean
 from lowp.notebook import html_table
 from lowp.training.rundir import ENVIRONMENT, LOCK, RECIPE, STATUS
@@ -276,10 +276,10 @@ def _abandoned(lock: Path) -> bool:
     """Whether nobody holds the lock. To ask is to take it, for a moment, beside others who ask."""
     try:
         with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try_lock(file, shared=True)
     except OSError:  # held; or there is no lock to ask
         return False
-    return True
+    return HAS_LOCKS
 
 
 def _start(environment: dict[str, Any]) -> datetime | None:

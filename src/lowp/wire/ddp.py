@@ -317,7 +317,8 @@ def _checked(model: Any) -> DistributedDataParallel:
     """The DDP model, out of torch.compile's wrapper, if it can be compressed now."""
     wrapped = compat.uncompiled(model)
     if not isinstance(wrapped, DistributedDataParallel):
-        raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {type(wrapped).__name__}; {_where(wrapped)}")
+        found = type(wrapped).__name__
+        raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {found}; {_where(wrapped)}")
     if wrapped in _switches and _switches[wrapped].handle is not None:
         raise RuntimeError("the gradients of this model are compressed already: call remove() on the handle of that first")
     if compat.has_no_buckets(wrapped):
@@ -334,8 +335,9 @@ def _where(model: Any) -> str:
     if type(model).__module__.startswith("deepspeed."):
         return "DeepSpeed reduces gradients by itself and offers no place for this (docs/INTEGRATIONS.md)"
     return (
-        "trainers keep the wrapped one in trainer.model_wrapped (transformers, while it trains), trainer.strategy.model (Lightning) "
-        "or return it from accelerator.prepare(model) and ray.train.torch.prepare_model(model); lowp.integrations finds it there"
+        "trainers keep the wrapped one in trainer.model_wrapped (transformers, while it trains) or trainer.strategy.model "
+        "(Lightning), or return it from accelerator.prepare(model) and ray.train.torch.prepare_model(model); "
+        "lowp.integrations has a class for each"
     )
 
 
