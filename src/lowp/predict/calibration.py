@@ -168,8 +168,9 @@ class Calibration:
         for subject in self.subjects:
             times, steps = with_excess(self.meeting, subject, cluster, kinds, self._share("steps", len(self.subjects)))
             found = found.with_times(subject.name, times)
-            said = [f"{kinds[kind]} {seconds_text(took)} (+{seconds_text(times.excess[kind])})" for kind, took in steps.items()]
-            what = f"{', '.join(said)} beyond the parts" if said else "no time was left: predicted from the parts alone"
+            said = ", ".join(f"{kinds[kind]} {seconds_text(took)}" for kind, took in steps.items())
+            beyond = " / ".join(dict.fromkeys(seconds_text(own) for own in times.excess.values()))
+            what = f"{said} a step; {beyond} beyond the parts" if steps else "no time was left: predicted from the parts alone"
             self.say(f"steps    {subject.name}: {what}")
         return found
 

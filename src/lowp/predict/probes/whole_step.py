@@ -49,6 +49,8 @@ def with_excess(
     those that were found so far and those that are found here.
     """
     times = cluster.device.times[subject.name]
+    if not seconds:
+        return times, {}
     found = {}
     for kind, wire in kinds.items():
         gc.collect()  # DDPs that nobody has any more: their hooks are still called
