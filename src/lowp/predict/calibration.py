@@ -166,8 +166,9 @@ class Calibration:
             kind: wire for kind, wire in PROBES.items() if kind != COMPRESSED or _codec_name(wire) in cluster.device.codecs
         }
         found = cluster
-        for subject in self.subjects:
-            times, steps = with_excess(self.meeting, subject, cluster, kinds, self._share("steps", len(self.subjects)))
+        for number, subject in enumerate(self.subjects):
+            seconds = self._share("steps", len(self.subjects) - number)
+            times, steps = with_excess(self.meeting, subject, cluster, kinds, seconds)
             found = found.with_times(subject.name, times)
             said = ", ".join(f"{kinds[kind]} {seconds_text(took)}" for kind, took in steps.items())
             beyond = " / ".join(dict.fromkeys(seconds_text(own) for own in times.excess.values()))
