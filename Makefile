@@ -6,7 +6,7 @@ RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 GPU_WORKERS ?= 8
 
-.PHONY: setup demo test test-variant test-slow test-gpu lint format bench readme clean
+.PHONY: setup demo test test-variant test-slow test-gpu lint format bench studies readme docs clean
 
 setup: $(READY)
 
@@ -68,9 +68,19 @@ bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks $(NAME) $(OPTIONS)
 
+# What each study of a paper's claims needs and what came of it; its pages are made again from the recorded results.
+studies: setup
+	$(BIN)/python -m studies
+
 readme: setup
 	$(BIN)/python -m lowp.cli.readme README.md
 	$(BIN)/python -m lowp.predict.page docs/prediction.md
+	$(BIN)/python -m benchmarks.step_table README.md
+
+# The site, in site/: static files that need no network. Every warning is an error, and links are checked.
+docs: $(RUNS)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs auto -b html -d site/.doctrees docs site
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis

@@ -28,6 +28,7 @@ NAMES = (
     "davidnet",
     "predict",
     "ablate",
+    "at_once",
 )
 
 

@@ -4,6 +4,7 @@ A machine that others use too changes its speed from second to second. So conten
 with the figure of another in the same round, and the median of these ratios counts.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -13,7 +14,8 @@ import shlex
 import socket
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -74,9 +76,31 @@ def take_turns(contenders: Iterable[str], rounds: int, measure: Callable[[str], 
     return found
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it, no other benchmark measures that was started with the same file in the variable LOWP_TURNS.
+
+    So that processes may compile beside each other and measure one after the other.
+    """
+    path = os.environ.get("LOWP_TURNS")
+    if not path:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def ratio(figures: Sequence[float], base: Sequence[float]) -> float:
     """The median of `figures` over `base`, round by round."""
     return statistics.median(one / other for one, other in zip(figures, base, strict=True))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Between which values the median lies, for 95 % (by their ranks: nothing is assumed of how they are distributed)."""
+    ordered, n = sorted(values), len(values)
+    low = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
+    return ordered[low], ordered[n - 1 - low]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

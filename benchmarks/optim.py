@@ -2,7 +2,8 @@
 
     python -m benchmarks optim                    the GPU if there is one, else the CPU with 2 threads
     python -m benchmarks optim --device cpu --quick
-    python -m benchmarks optim --only 'lowp AdamW fp16'      what matches, and the fp32 steps to compare it with
+    python -m benchmarks optim --only 'lowp AdamW fp16'      what matches, and torch's steps to compare it with
+    python -m benchmarks optim --algorithms AdamW SGD --layouts ResNet-50
 
 Parameters have the 161 shapes of ResNet-50, and then are one matrix of the same size. Contenders of an algorithm take turns,
 one step each a round, so that what disturbs one disturbs all; ratios are of medians. On the CPU, which others use too, `copy_`
@@ -376,13 +377,22 @@ def verdict(value: float, least: float, bar: float) -> str:
     return "met" if value <= bar else f"**missed** by {value / bar - 1:.2%}"
 
 
+def _is_wanted(contender: Contender, only: str | None) -> bool:
+    return only is None or re.search(only, contender.name) is not None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument("--quick", action="store_true", help="fp16 and dynamic8 states only, 3 rounds")
-    parser.add_argument("--only", metavar="REGEX", help="contenders whose name matches; torch's fp32 steps stay")
+    parser.add_argument("--only", metavar="REGEX", help="contenders whose name matches; torch's fused steps stay")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
+    parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=tuple(LAYOUTS))
+    parser.add_argument(
+        "--build", action="store_true", help="two steps of each contender, and no measurement: kernels are there then"
+    )
     parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -392,14 +402,21 @@ def main() -> None:
     report = OptimReport(device=options.device, threads=torch.get_num_threads())
     clock = Clock(options.device)
     report.copy_ms = clock.copy_ms(options.rounds)
-    for layout in LAYOUTS:
-        for algorithm in ALGORITHMS:
+    for layout in options.layouts:
+        for algorithm in options.algorithms:
             group = list(contenders(algorithm, options.quick))
             group += peers(report.missing) if algorithm == "AdamW" and options.peers else []
-            group = [c for c in group if c.reference or not options.only or re.search(options.only, c.name)]
+            group = [c for c in group if (c.library, c.setting) == ("torch", "fused") or _is_wanted(c, options.only)]
+            if options.build:
+                for contender in group:
+                    if contender.library == "lowp":
+                        prepare(contender, LAYOUTS[layout], options.device)
+                continue
             measure(group, layout, clock, options, report)
             report.write(options.out)  # what is there already, should the rest fail or be stopped
             gc.collect()
+    if options.build:
+        return
     print(report.markdown())
     for path in report.write(options.out):
         print(f"written: {path}")

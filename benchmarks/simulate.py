@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.harness import RESULTS, facts_of, heading, in_a_line, table, write
+from benchmarks.harness import RESULTS, alone, facts_of, heading, in_a_line, table, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -248,11 +248,12 @@ def compare(case: Case, options: argparse.Namespace, missing: dict[str, str]) ->
         print(f"        {name}: first step {rows[name]['first_step_s']:.1f} s", flush=True)
     for row in rows.values():
         row |= {"ms": [], "cpu_ms": []}
-    for _ in range(options.rounds):
-        for name, step in steps.items():
-            wall, used = turn(step, options.device, options.seconds)
-            rows[name]["ms"].append(wall)
-            rows[name]["cpu_ms"].append(used)
+    with alone():
+        for _ in range(options.rounds):
+            for name, step in steps.items():
+                wall, used = turn(step, options.device, options.seconds)
+                rows[name]["ms"].append(wall)
+                rows[name]["cpu_ms"].append(used)
     steps.clear()
     gc.collect()
     return {"case": case.name, "dtype": _short(case.dtype), "batch": case.batch, "mode": options.mode, "contenders": rows}
@@ -310,6 +311,11 @@ def main() -> None:
     parser.add_argument(
         "--mode", default="default", help="of torch.compile; with reduce-overhead (CUDA graphs) launching costs no time"
     )
+    parser.add_argument(
+        "--combo",
+        action="store_true",
+        help="let inductor join small kernels (torch._inductor.config.combo_kernels), for all contenders",
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="2 short rounds of small models")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -319,6 +325,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
     torch.backends.cudnn.allow_tf32 = True
+    if options.combo:
+        from torch._inductor import config
+
+        config.combo_kernels = True
     cases = [
         case
         for case in cases_for(options.device, options.quick)

@@ -6,7 +6,8 @@
     python -m benchmarks train --device cuda       1 rank, wider networks
 
 Sections: `overhead` (training/segments.py: whole runs of lowp and of training/bare.py take turns), `input`
-(training/input_pipeline.py: real batches beside a ready-made one) and `profile` (where Python's time goes, once).
+(training/input_pipeline.py: real batches beside a ready-made one), `virtual` (training/virtual_ranks.py: virtual ranks under
+autocast beside micro-batches) and `profile` (where Python's time goes, once).
 
 A ratio is lowp's speed over the bare loop's of the same round; its median counts, with the range of the rounds beside it. It is
 taken by the median stretch of 20 steps and again by all the time that steps took: where the two disagree on the bar, it is
@@ -25,13 +26,14 @@ from typing import Any
 
 import torch
 from benchmarks.harness import RESULTS, facts_of, heading, table, write
-from benchmarks.training import input_pipeline, segments
+from benchmarks.training import input_pipeline, segments, virtual_ranks
 from benchmarks.training.cases import Case, augmented, cases_for
 from benchmarks.training.python_profile import LISTED, profiled
 
 SPEED_BAR = 0.97  # of the bare loop's samples a second
 INPUT_BAR = 1.03  # of the time of a step on a ready batch
-SECTIONS = ("overhead", "input", "profile")
+VIRTUAL_BAR = 1.15  # of the time of a step in micro-batches
+SECTIONS = ("overhead", "input", "virtual", "profile")
 
 
 def overhead(case: Case, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -70,6 +72,21 @@ def input_table(rows: list[dict[str, Any]]) -> Iterator[str]:
         cells += [f"{statistics.median(each):.3f}" for each in (real, ready)]
         cells += [f"{ratio:.3f}", _range(ratios), f"{least:.3f}"]
         body.append([*cells, verdict(ratio <= INPUT_BAR, least <= INPUT_BAR)])
+    yield from table(heads, body)
+
+
+def virtual_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield from ("", f"## Virtual ranks under autocast: a step over one in micro-batches (wanted: <= {VIRTUAL_BAR})", "")
+    heads = ["case", "batch", "activations", "n", "contender", "step ms", "ratio", "range", "by minima", ""]
+    body = []
+    for row in rows:
+        base = row["ms"][virtual_ranks.BASE]
+        for name, times in row["ms"].items():
+            ratios = [ours / other for ours, other in zip(times, base, strict=True)]
+            ratio, least = statistics.median(ratios), min(times) / min(base)
+            cells = [row["case"], str(row["batch"]), row["activations"], str(len(ratios)), name]
+            cells += [f"{statistics.median(times):.3f}", f"{ratio:.3f}", _range(ratios), f"{least:.3f}"]
+            body.append([*cells, verdict(ratio <= VIRTUAL_BAR, least <= VIRTUAL_BAR)])
     yield from table(heads, body)
 
 
@@ -121,6 +138,13 @@ class Benchmark:
             for case in (*chosen, *(augmented(case) for case in chosen if case.data == "cifar10")):
                 found = input_pipeline.compare(case, options.device, options.rounds, options.seconds / 2, options.data)
                 self._note("input", case.name, found)
+        if "virtual" in options.sections:
+            for case in chosen[-1:]:  # the largest
+                for activations in ("bf16", "fp16") if options.device == "cuda" else ("bf16",):
+                    found = virtual_ranks.compare(
+                        case, options.device, activations, options.rounds, options.seconds / 2, options.data
+                    )
+                    self._note("virtual", f"{case.name}, {activations}", found)
         if "profile" in options.sections and chosen:
             for ranks in options.ranks:
                 found = profiled(chosen[0], ranks, options.device, options.profile_steps, options.data)
@@ -139,6 +163,7 @@ class Benchmark:
         lines = heading("lowp train beside a bare loop", self.facts)
         lines += overhead_table(self.rows["overhead"]) if self.rows["overhead"] else []
         lines += input_table(self.rows["input"]) if self.rows["input"] else []
+        lines += virtual_table(self.rows["virtual"]) if self.rows["virtual"] else []
         lines += profile_tables(self.rows["profile"])
         return [*lines, "", *(f"- not available: {name}: {reason}" for name, reason in self.missing.items())]
 

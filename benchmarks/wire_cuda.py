@@ -14,8 +14,8 @@
 Ranks are processes that share the GPU and talk through sockets on the loopback interface, as machines do through a network.
 Processes take turns on a GPU. With --mps (src/lowp/lab/mps.py) their kernels run at the same time, as those of ranks with a GPU
 each.
-Contenders take turns; figures are medians over rounds, and a ratio is taken within a round. With --out or the variable OUT,
-results go there, and else to benchmarks/results.
+Contenders take turns, step by step; figures are medians over rounds, and a ratio is taken within a round. With --out or the
+variable OUT, results go there, and else to benchmarks/results.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.harness import RESULTS, facts_of, heading, ratio, table, write
+from benchmarks.harness import RESULTS, facts_of, heading, median_interval, ratio, table, write
 from benchmarks.links.bars import NCCL, verdicts
 from benchmarks.links.bucket import DEVICE_BAR, HOST_BAR, SIZES
 from benchmarks.links.contenders import AUTO, BASE, COLLECTIVES, NEEDS_NODES
@@ -58,9 +58,9 @@ def cases_of(part: str, options: argparse.Namespace) -> dict[int, list[dict]]:
         return {n: [case | {"contenders": _only(names, options), "one_rank_a_node": False}] for n in options.ranks}
     if part == "fsdp":
         models = [name for name in options.models if name != "resnet50"]
-        step = {"kind": "fsdp", "contenders": list(FSDP), "rounds": rounds, "block": 1}
+        step = {"kind": "fsdp", "contenders": _only(FSDP, options), "rounds": rounds, "block": 1}
         return {2: [step | {"model": model} for model in models]}
-    step = {"kind": "model", "contenders": _only(CONTENDERS, options), "rounds": rounds, "block": 4 if part == "step" else 1}
+    step = {"kind": "model", "contenders": _only(CONTENDERS, options), "rounds": rounds, "block": 1, "seconds": options.seconds}
     return {1 if part == "step" else 2: [step | {"model": model} for model in options.models]}
 
 
@@ -119,11 +119,17 @@ def _ms(row: dict[str, Any]) -> str:
     return f"{1e3 * statistics.median(row['seconds']):.2f}"
 
 
+def _over(seconds: list[float], base: list[float]) -> str:
+    """The median ratio of a round, and its interval."""
+    low, high = median_interval([one / other for one, other in zip(seconds, base, strict=True)])
+    return f"{ratio(seconds, base):.3f} ({low:.3f} to {high:.3f})"
+
+
 def _step_lines(rows: Rows) -> list[str]:
     by_name = {row["contender"]: row for row in rows}
     body = []
     for row in rows:
-        over = [f"{ratio(row['seconds'], by_name[name]['seconds']):.3f}" if name in by_name else "" for name in (PLAIN, HALF)]
+        over = [_over(row["seconds"], by_name[name]["seconds"]) if name in by_name else "" for name in (PLAIN, HALF)]
         host = f"{1e3 * statistics.median(row['processor']):.1f}"
         body.append([row["contender"], _ms(row), str(len(row["seconds"])), *over, host])
     return table(["contender", "step, ms", "n", f"x {PLAIN}", f"x {HALF}", "processor, ms"], body)
@@ -173,6 +179,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["resnet50", "gpt2-medium"])
     parser.add_argument("--ranks", type=int, nargs="+", help="of part collective (default 2 4 8; 2 with --quick)")
     parser.add_argument("--rounds", type=int, help="default 7, or 3 with --quick")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of parts step and ddp: more rounds, while they fit into it")
     parser.add_argument("--only", metavar="REGEX", help="contenders whose name matches")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one start of ranks")
     parser.add_argument("--quick", action="store_true", help="fewer parts, ranks and rounds")

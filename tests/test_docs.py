@@ -1,5 +1,6 @@
 """Every file that the documentation names is there, and none is cited that readers do not have."""
 
+import ast
 import re
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lowp"
 # docs/LOG.md and CHANGELOG.md are dated: they may name what is gone today.
 PAGES = [
-    *(path for path in sorted(ROOT.glob("docs/*.md")) if path.name != "LOG.md"),
+    *(path for path in sorted(ROOT.glob("docs/**/*.md")) if path.name != "LOG.md"),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "README.md",
@@ -40,7 +41,7 @@ def named(page: Path) -> set[tuple[str, tuple[Path, ...]]]:
     found: set[tuple[str, tuple[Path, ...]]] = set()
     for heading, text in sections(page.read_text()):
         own = SOURCE / heading
-        homes = (own, SOURCE) if heading and own.is_dir() else (page.parent, SOURCE)
+        homes = (own, SOURCE) if heading and own.is_dir() else (page.parent, SOURCE, ROOT)
         found |= {(path, (ROOT,)) for path in PATH.findall(text)}
         found |= {(name, homes) for name in NAME.findall(text) if not PATH.fullmatch(name)}
         found |= {(target, (page.parent,)) for target in LINK.findall(text)}
@@ -51,7 +52,7 @@ def is_there(name: str, homes: tuple[Path, ...]) -> bool:
     return any(next(home.glob(name.rstrip("/")), None) is not None for home in homes)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_a_page_names_are_there(page):
     assert [name for name, homes in sorted(named(page)) if not is_there(name, homes)] == []
 
@@ -60,7 +61,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_that_a_page_names_are_there(page):
     """`make TARGET`, and `lowp COMMAND`."""
     text = page.read_text()
@@ -70,7 +71,7 @@ def test_commands_that_a_page_names_are_there(page):
     ] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_of_python_that_a_page_names_are_there(page):
     """`lowp.health.watch(...)`: modules, classes, functions and their attributes."""
     assert [name for name in re.findall(r"`(lowp(?:\.\w+)+)", page.read_text()) if not resolves(name)] == []
@@ -143,3 +144,32 @@ def test_nothing_beside_the_repository_is_cited():
     shared = "shared" + "/"  # in two pieces: this file is read, too
     texts = [*MODULES, *ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), ROOT / "Makefile"]
     assert [str(path.relative_to(ROOT)) for path in texts if shared in path.read_text()] == []
+
+
+def text_constants(module: Path) -> list[str]:
+    """The texts of a module; in an f-string, each piece between two values."""
+    return [
+        node.value
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+
+
+def test_messages_that_troubleshooting_lists_are_in_the_code():
+    page = (ROOT / "docs/guides/troubleshooting.md").read_text()
+    code = "\n".join(text for module in SOURCE.rglob("*.py") for text in text_constants(module))
+    foreign = {"lowp: command not found", "Illegal instruction", "could not create a primitive"}
+    messages = [
+        message for heading in re.findall(r"^### (.+)$", page, re.MULTILINE) for message in re.findall(r"`([^`]+)`", heading)
+    ]
+    pieces = [piece.strip(" ,:") for message in messages if message not in foreign for piece in message.split("...")]
+    gone = [piece for piece in pieces if len(piece) > 5 and piece not in code]
+    assert len(pieces) > 30
+    assert gone == []
+
+
+def test_the_table_of_steps_is_that_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    step_table = import_module("benchmarks.step_table")
+    readme = (ROOT / "README.md").read_text()
+    assert step_table.rewritten(readme) == readme, "`make readme` writes it"

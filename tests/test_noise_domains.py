@@ -101,6 +101,10 @@ def of_simulated_sums() -> None:
     simulated(accumulate=lowp.Arithmetic(accumulate="e5m2", rounding="stochastic"))
 
 
+def of_simulated_products() -> None:
+    simulated(products="mxfp4, stochastic")
+
+
 def of_wire(reduction: str = "two_shot", **options) -> None:
     world = lowp.VirtualWorld(5)
     for step in STEPS:
@@ -125,6 +129,7 @@ CONSUMERS = {
     Domain.MASTER: of_master,
     Domain.SIMULATION: of_simulation,
     Domain.SIMULATED_SUMS: of_simulated_sums,
+    Domain.SIMULATED_PRODUCTS: of_simulated_products,
     Domain.WIRE: of_wire,
     Domain.FSDP: of_fsdp,
 }
@@ -188,6 +193,7 @@ GOLDEN = {
     Domain.MASTER: [700535178, 751211247],
     Domain.SIMULATION: [724400849, 201124928],
     Domain.SIMULATED_SUMS: [726861001, 826147214],
+    Domain.SIMULATED_PRODUCTS: [560791944, 242163318],
     Domain.WIRE: [1002367036, 894205437],
     Domain.FSDP: [399182978, 708263533],
 }

@@ -4,6 +4,7 @@ All contenders are there at once, each with a copy of the model, and take turns:
 """
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -102,7 +103,12 @@ def _steps(build: Callable[..., Step], case: dict, clock: Clock, failures: dict[
         rounds[name].append({key: value / block for key, value in found.items()})
         return rounds[name][-1]["seconds"]
 
-    take_turns(steps, case["rounds"], measure)
+    began = time.perf_counter()
+    take_turns(steps, 1, measure)
+    fit = (case.get("seconds", 0.0) - (time.perf_counter() - began)) / max(1e-3, time.perf_counter() - began)
+    agreed = [max(case["rounds"] - 1, round(fit))]
+    dist.broadcast_object_list(agreed, src=0)
+    take_turns(steps, agreed[0], measure)
     figures = summarize(rounds)
     steps.clear()
     gc.collect()

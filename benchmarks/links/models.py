@@ -33,6 +33,12 @@ def _gpt2_medium() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(n_embd=1024, n_layer=24, n_head=16))
 
 
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config())
+
+
 def _mlp() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())))
 
@@ -72,6 +78,7 @@ MODELS = {
     "gpt2-medium": Model(
         "GPT-2 medium, 512 tokens", _gpt2_medium, _tokens, _language, 8, 2, lambda net: list(net.transformer.h)
     ),
+    "gpt2": Model("GPT-2, 512 tokens", _gpt2, _tokens, _language, 8, 2, lambda net: list(net.transformer.h)),
     "mlp": Model("a small MLP (does it run?)", _mlp, _vectors, _cross_entropy, 8, 8, lambda net: list(net)[::2]),
 }
 

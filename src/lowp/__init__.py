@@ -1,12 +1,13 @@
 """lowp: training neural networks in low precision across many machines.
 
-The public API, and nothing else. `fsdp`, `health`, `optim`, `predict`, `simulation`, `wire` and products of matrices are
-imported when something of them is first asked for: who rounds a tensor, or waits for `lowp --help`, does not wait for them.
+The public API, and nothing else. Formats are here at once: they are pure Python. Everything else needs torch, whose import
+takes a second or more, and is imported when it is first asked for: `lowp --help` does not wait for it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lowp import processor as processor  # before torch's first product
 from lowp import starting as starting  # before anything that takes time
 from lowp.formats import FORMATS as FORMATS
 from lowp.formats import BlockFormat as BlockFormat
@@ -18,19 +19,6 @@ from lowp.formats import PositFormat as PositFormat
 from lowp.formats import Rounding as Rounding
 from lowp.formats import Specials as Specials
 from lowp.formats import format as format
-from lowp.tensor.block import BlockCodes as BlockCodes
-from lowp.tensor.errors import NonFiniteGradient as NonFiniteGradient
-from lowp.tensor.interchange import from_128x4 as from_128x4
-from lowp.tensor.interchange import to_128x4 as to_128x4
-from lowp.tensor.kernels import kernel_info as kernel_info
-from lowp.tensor.kernels import set_kernel_policy as set_kernel_policy
-from lowp.tensor.noise import Noise as Noise
-from lowp.tensor.ops import decode as decode
-from lowp.tensor.ops import encode as encode
-from lowp.tensor.ops import fake_quantize as fake_quantize
-from lowp.tensor.ops import quantize as quantize
-from lowp.tensor.packing import pack as pack
-from lowp.tensor.packing import unpack as unpack
 from lowp.version import __version__ as __version__
 
 if TYPE_CHECKING:  # what type checkers and editors see of _LATER
@@ -50,6 +38,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.simulation import OnOverflow as OnOverflow
     from lowp.simulation import PerLayer as PerLayer
     from lowp.simulation import Policy as Policy
+    from lowp.simulation import Products as Products
     from lowp.simulation import Schedule as Schedule
     from lowp.simulation import SearchResult as SearchResult
     from lowp.simulation import Simulation as Simulation
@@ -61,10 +50,27 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.simulation import search as search
     from lowp.simulation import simulate as simulate
     from lowp.simulation import simulation_of as simulation_of
+    from lowp.tensor.block import BlockCodes as BlockCodes
+    from lowp.tensor.errors import NonFiniteGradient as NonFiniteGradient
+    from lowp.tensor.interchange import from_128x4 as from_128x4
+    from lowp.tensor.interchange import to_128x4 as to_128x4
+    from lowp.tensor.kernels import kernel_info as kernel_info
+    from lowp.tensor.kernels import set_kernel_policy as set_kernel_policy
     from lowp.tensor.matmul import Arithmetic as Arithmetic
     from lowp.tensor.matmul import conv2d as conv2d
     from lowp.tensor.matmul import linear as linear
     from lowp.tensor.matmul import matmul as matmul
+    from lowp.tensor.noise import Noise as Noise
+    from lowp.tensor.ops import decode as decode
+    from lowp.tensor.ops import encode as encode
+    from lowp.tensor.ops import fake_quantize as fake_quantize
+    from lowp.tensor.ops import quantize as quantize
+    from lowp.tensor.packing import pack as pack
+    from lowp.tensor.packing import unpack as unpack
+    from lowp.train_function import TrainingResult as TrainingResult
+    from lowp.train_function import train as train
+    from lowp.training.divergence import Diverged as Diverged
+    from lowp.training.recipe import Recipe as Recipe
     from lowp.wire.collectives import all_reduce as all_reduce
     from lowp.wire.compressor import Compressor as Compressor
     from lowp.wire.ddp import compress_gradients as compress_gradients
@@ -74,48 +80,55 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.wire.virtual import VirtualWorld as VirtualWorld
 
 
-_LATER = {
-    "fsdp": "lowp.fsdp",
-    "health": "lowp.health",
-    "optim": "lowp.optim",
-    "predict": "lowp.predict",
-    "calibrate_cluster": "lowp.predict.calibration",
-    "plan": "lowp.predict.planning",
-    "ForbiddenTensor": "lowp.health.audit",
-    "audit": "lowp.health.audit",
-    "LossScale": "lowp.optim.loss_scale",
-    "LossScaleExhausted": "lowp.optim.loss_scale",
-    **dict.fromkeys(
-        (
-            "GradientDiversity",
-            "MasterWeights",
-            "MemoryBudget",
-            "OnOverflow",
-            "PerLayer",
-            "Policy",
-            "Schedule",
-            "SearchResult",
-            "Simulation",
-            "Together",
-            "Uniform",
-            "calibrate",
-            "describe",
-            "restore",
-            "search",
-            "simulate",
-            "simulation_of",
-        ),
-        "lowp.simulation",
+_MODULES = {  # where a name is to be found; without names: the module itself
+    "lowp.fsdp": (),
+    "lowp.health": (),
+    "lowp.health.audit": ("ForbiddenTensor", "audit"),
+    "lowp.optim": (),
+    "lowp.optim.loss_scale": ("LossScale", "LossScaleExhausted"),
+    "lowp.predict": (),
+    "lowp.predict.calibration": ("calibrate_cluster",),
+    "lowp.predict.planning": ("plan",),
+    "lowp.simulation": (
+        "GradientDiversity",
+        "MasterWeights",
+        "MemoryBudget",
+        "OnOverflow",
+        "PerLayer",
+        "Policy",
+        "Products",
+        "Schedule",
+        "SearchResult",
+        "Simulation",
+        "Together",
+        "Uniform",
+        "calibrate",
+        "describe",
+        "restore",
+        "search",
+        "simulate",
+        "simulation_of",
     ),
-    **dict.fromkeys(("Arithmetic", "conv2d", "linear", "matmul"), "lowp.tensor.matmul"),
-    "all_reduce": "lowp.wire.collectives",
-    "Compressor": "lowp.wire.compressor",
-    "compress_gradients": "lowp.wire.ddp",
-    "ReplicasDiffer": "lowp.wire.errors",
-    "CollectiveError": "lowp.wire.faults",
-    "check_replicas": "lowp.wire.replicas",
-    "VirtualWorld": "lowp.wire.virtual",
+    "lowp.tensor.block": ("BlockCodes",),
+    "lowp.tensor.errors": ("NonFiniteGradient",),
+    "lowp.tensor.interchange": ("from_128x4", "to_128x4"),
+    "lowp.tensor.kernels": ("kernel_info", "set_kernel_policy"),
+    "lowp.tensor.matmul": ("Arithmetic", "conv2d", "linear", "matmul"),
+    "lowp.tensor.noise": ("Noise",),
+    "lowp.tensor.ops": ("decode", "encode", "fake_quantize", "quantize"),
+    "lowp.tensor.packing": ("pack", "unpack"),
+    "lowp.train_function": ("TrainingResult", "train"),
+    "lowp.training.divergence": ("Diverged",),
+    "lowp.training.recipe": ("Recipe",),
+    "lowp.wire.collectives": ("all_reduce",),
+    "lowp.wire.compressor": ("Compressor",),
+    "lowp.wire.ddp": ("compress_gradients",),
+    "lowp.wire.errors": ("ReplicasDiffer",),
+    "lowp.wire.faults": ("CollectiveError",),
+    "lowp.wire.replicas": ("check_replicas",),
+    "lowp.wire.virtual": ("VirtualWorld",),
 }
+_LATER = {name: module for module, names in _MODULES.items() for name in names or (module.rpartition(".")[2],)}
 
 
 def __getattr__(name: str) -> Any:

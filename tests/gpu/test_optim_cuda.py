@@ -210,3 +210,17 @@ def test_watch_does_not_wait():
                 optimizer.step()
         health.flush()
         assert {r["role"] for r in health.records} == {"weights", "activations", "gradients", "updates", "states"}
+
+
+@pytest.mark.parametrize("state", [None, "e4m3fn", "dynamic8"])
+@pytest.mark.parametrize("update", ["stochastic", "kahan"])
+def test_programs_of_several_steps(update, state, monkeypatch):
+    """Large lists: a program takes several steps, and reads ahead."""
+    from lowp.tensor.lists import function
+
+    monkeypatch.setattr(function, "_CUDA_PROGRAMS", 4)
+    monkeypatch.setitem(globals(), "SHAPES", [(130, 512), (64, 3, 7, 7), (100, 576), (7, 4096), (77,)])
+    for dtype in (torch.bfloat16, torch.float16):
+        on_cpu = steps(OPTIMIZERS["adamw"], "cpu", dtype, "never", update=update, state=state)
+        on_cuda = steps(OPTIMIZERS["adamw"], "cuda", dtype, "always", update=update, state=state)
+        assert same(on_cpu, on_cuda), dtype

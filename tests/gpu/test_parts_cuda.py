@@ -31,3 +31,14 @@ def test_sixteen_bit_gradients(policy, format, dtype):  # noqa: F811
 @pytest.mark.parametrize(("format", "rounding", "scale"), WITH_KERNEL)
 def test_a_sum_is_encoded_as_it_is_added(policy, format, rounding, scale):  # noqa: F811
     check_fold(format, rounding, scale, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("format", "scale"), [("e5m2", "local"), ("e2m1fn", "block:32"), ("mxfp4", "local"), ("nvfp4", "local")]
+)
+def test_programs_of_several_steps(policy, format, scale, monkeypatch):  # noqa: F811
+    from lowp.tensor.lists import parts_triton
+
+    monkeypatch.setattr(parts_triton, "PROGRAMS", 0)
+    check(format, "nearest", scale, device="cuda")
+    check_fold(format, "nearest", scale, "cuda")

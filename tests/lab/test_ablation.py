@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from studies import finish, plan_of, start, write_study
+from made_studies import finish, plan_of, start, write_study
 
 from lowp.lab.ablation import Ablation
 from lowp.lab.execution import Outcome
@@ -169,7 +169,7 @@ def test_a_directory_that_is_taken_is_refused(tmp_path, plan):
 
 
 def test_a_study_that_changed_is_not_mixed_with_its_old_runs(tmp_path):
-    from studies import pretend
+    from made_studies import pretend
 
     from lowp.training.rundir import RunError
 
@@ -184,8 +184,8 @@ def test_the_screen_shows_the_whole_and_each_run(tmp_path, plan):
     """On a terminal; with a run that has written something, and one that has not begun to."""
     import io
 
+    from made_studies import pretend_run
     from rich.console import Console
-    from studies import pretend_run
 
     from lowp.cli.ablate_screen import StudyScreen
     from lowp.lab.ablation import StudyState

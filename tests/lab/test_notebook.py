@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from studies import plan_of, pretend, pretend_run, write_study
+from made_studies import plan_of, pretend, pretend_run, write_study
 
 import lowp
 from lowp.formats import FORMATS

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from studies import finish, start, write_study
+from made_studies import finish, start, write_study
 
 from lowp.lab.results import study_results
 

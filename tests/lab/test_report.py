@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from studies import plan_of, pretend, pretend_run, write_study
+from made_studies import plan_of, pretend, pretend_run, write_study
 
 from lowp.lab.report.document import VERSION, pareto, report_document, rounded
 from lowp.lab.results import readable_results, study_results

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from studies import plan_of, pretend, pretend_run, write_study
+from made_studies import plan_of, pretend, pretend_run, write_study
 from test_report import BODY, EVIL, accuracy
 
 from lowp.lab.report.document import report_document

@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from studies import plan_of, pretend, pretend_run, write_study
+from made_studies import plan_of, pretend, pretend_run, write_study
 
 from lowp.lab.results import check_table, results_of, study_results, write_table
 from lowp.lab.study import StudyError

@@ -1,7 +1,7 @@
 """A study's file: what it may say, the runs that it means, and every mistake in it named before a run starts."""
 
 import pytest
-from studies import plan_of, write_study
+from made_studies import plan_of, write_study
 
 from lowp.lab.study import StudyError, read_study
 

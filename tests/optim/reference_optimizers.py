@@ -80,7 +80,7 @@ class Reference:
         change, new = self.direction(gradient.astype(F))
         assert change.dtype == F
         self.weight = self._moved(change)
-        place = 1
+        place = int(self.update == "stochastic")  # its first noise is the weight's
         for (name, numbers), decay in zip(new.items(), self.decays(), strict=True):
             assert numbers.dtype == F
             drawn = (

@@ -99,6 +99,23 @@ def test_what_is_imported_later_is_found_as_if_it_were_there(imported):
     assert imported["same"] == [True, True]
 
 
+def test_import_lowp_brings_no_torch(installed):
+    """And what needs it is there as soon as it is asked for, in a compiled function too."""
+    found = run(
+        """
+import json, sys
+import lowp
+early = [name for name in ("torch", "numpy") if name in sys.modules]
+assert lowp.format("e4m3fn").max == 448
+import torch
+f = torch.compile(lambda x: lowp.quantize(x, "e4m3fn"), fullgraph=True, backend="eager")
+print(json.dumps([early, f(torch.tensor([3.3])).tolist(), lowp.Noise.__module__]))
+""",
+        installed,
+    )
+    assert found == [[], [3.25], "lowp.tensor.noise"]
+
+
 def test_what_lowp_does_not_have_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"^module 'lowp' has no attribute 'optimm'$"):
         _ = lowp.optimm

@@ -19,8 +19,9 @@ import torch
 
 import lowp
 from lowp.training import durable, rundir
+from lowp.training.environment import environment
 from lowp.training.json_lines import LogError
-from lowp.training.rundir import JsonLines, RunDirectory, RunError, environment, next_directory, read_lines
+from lowp.training.rundir import JsonLines, RunDirectory, RunError, next_directory, read_lines
 
 
 @pytest.fixture

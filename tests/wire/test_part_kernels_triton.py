@@ -15,7 +15,7 @@ CASES = [
     ("nvfp4", "local"), ("nvfp4", "none"), ("posit8", "aps"),
 ]  # fmt: skip
 SIZES = (37, 64, 1, 300, 5)
-ROWS = 8  # tiles of an item: few, so that there are several items
+ROWS, STEPS = 2, 3  # tiles of a step, steps of an item: few, so that there are several items, and steps that are not full
 
 
 @contextlib.contextmanager
@@ -42,8 +42,8 @@ def interpret(function, source, target, table, numbers=None, of_layer=None, maxi
 
     with as_for_cuda():
         each, finish, tables = function.trace(torch.device("cpu"))
-    text = _TritonParts(function, each, finish, len(tables), ROWS, table.alignment, False, messages == 1).text()
-    records, nothing = table.records(function.tile, ROWS), torch.zeros(1, dtype=torch.int32)
+    text = _TritonParts(function, each, finish, len(tables), ROWS, table.alignment, False, messages == 1, STEPS).text()
+    records, nothing = table.records(function.tile, ROWS * STEPS), torch.zeros(1, dtype=torch.int32)
     given = [nothing if x is None else x for x in (numbers, nothing.float() if of_layer is None else of_layer)]
     layers = 0 if of_layer is None else of_layer.shape[-1]
     target = nothing if target is None else target

@@ -5,7 +5,23 @@ from typing import Annotated
 
 import typer
 
-from lowp.cli import ablate, calibrate, demo, formats, memory, plan, predict, quantize, recipes, report, runs, tour, train, view
+from lowp.cli import (
+    ablate,
+    calibrate,
+    demo,
+    doctor,
+    formats,
+    memory,
+    plan,
+    predict,
+    quantize,
+    recipes,
+    report,
+    runs,
+    tour,
+    train,
+    view,
+)
 from lowp.cli.errors import TRACEBACK, OneLineErrors
 from lowp.cli.output import examples, survive_narrow_encodings
 
@@ -19,6 +35,7 @@ EXAMPLES = examples(
     ("lowp plan --model cnn --cluster cluster.toml --ranks 2", "which wire to take on it"),
     ("lowp formats e4m3fn", "one number format in full"),
     ("lowp tour", "what formats do to numbers"),
+    ("lowp doctor", "what works on this machine"),
 )
 
 app = typer.Typer(
@@ -72,5 +89,6 @@ app.command("memory", epilog=memory.EXAMPLES)(memory.show_memory)
 app.command("predict", epilog=predict.EXAMPLES)(predict.predict_steps)
 app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan_wire)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.diagnose)
 app.command("demo", epilog=demo.EXAMPLES)(demo.run_demo)
 app.command("tour")(tour.run_tour)

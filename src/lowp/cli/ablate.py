@@ -1,6 +1,6 @@
 """`lowp ablate`: many runs that differ a little, and what they say together."""
 
-import os
+import platform
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowp.cli.output import console, examples
+from lowp.invocation import command
 
 if TYPE_CHECKING:
     from lowp.lab.pool import Executor
@@ -49,6 +50,7 @@ def ablate(
     mps: Annotated[
         bool, typer.Option("--mps", help="On one GPU: kernels of several runs at the same time, by NVIDIA's MPS.")
     ] = False,
+    estimate: Annotated[bool, typer.Option(help="Time a few steps first, to say how long the study will take.")] = True,
 ) -> None:
     """Run every setting of a study with every seed, and compare them with the baseline.
 
@@ -69,17 +71,24 @@ def ablate(
     plan = plan_of_study(read_study(study))
     folder = out or Path("runs") / plan.study.name
     if plan_only:
-        _print_plan(plan, plan.runs, {}, jobs or 1, threads_for(plan, jobs or 1, None), data)
+        _print_plan(plan, plan.runs, {}, jobs or 1, threads_for(plan, jobs or 1, None), data, estimate)
         return
     with StudyDirectory.open(folder, plan, resume=resume) as directory:
         # A task of Ray's asks for as many processors as it has threads: with one, it fits everywhere.
         recorded = recorded_threads(directory) or (1 if on is Place.RAY else None)
         threads = threads_for(plan, jobs or 1, recorded)
-        _make_runs(directory, jobs, on, threads, table, data, mps)
+        _make_runs(directory, jobs, on, threads, table, data, mps, estimate)
 
 
 def _make_runs(
-    directory: "StudyDirectory", jobs: int | None, on: Place, threads: int, table: Path | None, data: Path | None, mps: bool
+    directory: "StudyDirectory",
+    jobs: int | None,
+    on: Place,
+    threads: int,
+    table: Path | None,
+    data: Path | None,
+    mps: bool,
+    estimate: bool,
 ) -> None:
     """Plan, runs, results."""
     from lowp.cli.ablate_screen import StudyScreen
@@ -91,7 +100,7 @@ def _make_runs(
 
     screen, plan = console(), directory.plan
     open_runs = [run for run in plan.runs if directory.state(run) not in DONE]
-    estimates = _print_plan(plan, open_runs, known_seconds(directory), jobs or 1, threads, data)
+    estimates = _print_plan(plan, open_runs, known_seconds(directory), jobs or 1, threads, data, estimate)
     with ExitStack() as stack:
         stack.enter_context(service() if mps else nullcontext())
         executor = _executor(directory, on, jobs, threads)
@@ -104,10 +113,12 @@ def _make_runs(
     if table is not None:
         write_table(results.records(), table)
     print_results(results, screen)
-    screen.print(f"\nwrote {directory.path / RESULTS}, {RUNS_TABLE}; as a page: lowp report {directory.path}", markup=False)
+    screen.print(
+        f"\nwrote {directory.path / RESULTS}, {RUNS_TABLE}; as a page: {command('report', directory.path)}", markup=False
+    )
     if state.stopped_by:
         open_now = state.total - state.count(*DONE)
-        again = f"lowp ablate {plan.study.source} --out {directory.path} --resume"
+        again = command("ablate", plan.study.source, "--out", directory.path, "--resume")
         typer.echo(f"lowp: stopped by {state.stopped_by}, {open_now} runs are not finished; go on with: {again}", err=True)
         raise typer.Exit(128 + signal.Signals[state.stopped_by])
     if failed := state.count("failed"):
@@ -130,7 +141,13 @@ def _executor(directory: "StudyDirectory", on: Place, jobs: int | None, threads:
 
 
 def _print_plan(
-    plan: "StudyPlan", runs: "Sequence[StudyRun]", known: Mapping[str, float], jobs: int, threads: int, data: Path | None
+    plan: "StudyPlan",
+    runs: "Sequence[StudyRun]",
+    known: Mapping[str, float],
+    jobs: int,
+    threads: int,
+    data: Path | None,
+    estimate: bool,
 ) -> dict[str, float]:
     """What will be done; the seconds of a run of each setting."""
     from lowp.cli.ablate_table import plan_table
@@ -144,8 +161,9 @@ def _print_plan(
     out.print(plan_table(plan))
     if not runs:
         out.print("\nall runs were made already")
+    if not runs or not estimate:
         return {setting.name: known.get(setting.name, 0.0) for setting in plan.settings}
-    out.print(f"\ntiming a few steps, on {os.uname().nodename} ...", style="dim", markup=False)
+    out.print(f"\ntiming a few steps, on {platform.node()} ...", style="dim", markup=False)
     estimates = estimated_seconds(plan, known, threads, data)
     total = duration_text(total_seconds(runs, estimates, jobs))
     what = f"{len(runs)} of {len(plan.runs)} runs" if len(runs) < len(plan.runs) else f"{len(runs)} runs"

@@ -15,6 +15,7 @@ import typer
 from lowp.cli.errors import USER_ERRORS
 from lowp.cli.format_plot import check_suffix
 from lowp.cli.output import console, examples
+from lowp.invocation import command
 
 if TYPE_CHECKING:
     from lowp.training.runs import Run
@@ -72,11 +73,11 @@ def _watch_all(plot: Path, out: Path | None, ranks: int, seed: int, quick: bool)
     folder = out or next_directory(Path("runs"), "demo")
     screen = console()
     print_introduction(chosen, screen)
-    command = ["demo", "--out", str(folder), "--ranks", str(ranks), "--seed", str(seed), *["--quick"] * quick]
+    arguments = ["demo", "--out", str(folder), "--ranks", str(ranks), "--seed", str(seed), *["--quick"] * quick]
     with Screen(folder, chosen, screen):
-        code = launch(command, ranks, threads=1, max_restarts=0)
+        code = launch(arguments, ranks, threads=1, max_restarts=0)
     if code:
-        typer.echo(f"lowp: the demo was ended; what it did until then: lowp runs --root {folder}", err=True)
+        typer.echo(f"lowp: the demo was ended; what it did until then: {command('runs', '--root', folder)}", err=True)
         raise typer.Exit(code)
     runs = [Run.read(folder / variant.recipe.name) for variant in chosen]
     print_results(chosen, runs, screen)

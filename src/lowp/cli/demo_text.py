@@ -9,6 +9,7 @@ from lowp.cli.demo_recipes import EIGHT_BITS, FOUR_BITS, Variant
 from lowp.cli.output import table
 from lowp.formats import BlockFormat
 from lowp.formats.binades import positive_codes
+from lowp.invocation import command
 from lowp.training.runs import Run
 from lowp.training.units import UNKNOWN, bytes_text, share_text
 
@@ -102,16 +103,16 @@ def print_next(folder: Path, plot: Path, out: Console) -> None:
     from rich.markup import escape
 
     commands = (
-        (f"lowp runs --root {folder}", "these runs again"),
-        (f"lowp runs --root {folder} fp32 aps8", "two of them side by side"),
-        (f"lowp train {folder / 'aps8' / 'recipe.toml'} --ranks 4", "by 4 processes"),
-        ("lowp train aps8 --virtual-ranks 16", "16 ranks in one process"),
-        ("lowp train pure16", "FP16, and audited"),
-        ("lowp recipes", "what else can be trained"),
-        ("lowp formats e4m3fn e5m2", "the formats"),
-        ("lowp tour", "what they do to numbers"),
+        (command("runs", "--root", folder), "these runs again"),
+        (command("runs", "--root", folder, "fp32", "aps8"), "two of them side by side"),
+        (command("train", folder / "aps8" / "recipe.toml", "--ranks", 4), "by 4 processes"),
+        (command("train", "aps8", "--virtual-ranks", 16), "16 ranks in one process"),
+        (command("train", "pure16"), "FP16, and audited"),
+        (command("recipes"), "what else can be trained"),
+        (command("formats", "e4m3fn", "e5m2"), "the formats"),
+        (command("tour"), "what they do to numbers"),
     )
     out.print(f"\nAs a picture: [bold]{escape(str(plot))}[/]\n\n[bold]What to try next[/]\n", soft_wrap=True)
-    width = max(len(command) for command, _ in commands)
-    for command, why in commands:
-        out.print(f"  [cyan]{escape(command)}[/]{' ' * (width - len(command))}  {why}", soft_wrap=True)
+    width = max(len(text) for text, _ in commands)
+    for text, why in commands:
+        out.print(f"  [cyan]{escape(text)}[/]{' ' * (width - len(text))}  {why}", soft_wrap=True)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from lowp.invocation import program
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -44,11 +46,18 @@ def survive_narrow_encodings() -> None:
 
 def examples(*commands: tuple[str, str]) -> str:
     """The examples at the end of a help text, in rich's markup: each command with what it is for."""
-    width = max(len(command) for command, _ in commands)
+    called = [(_as_called(command), why) for command, why in commands]
+    width = max(len(command) for command, _ in called)
     lines = (
-        f"  [cyan]{command.replace('[', chr(92) + '[')}[/]{' ' * (width - len(command))}  {why}" for command, why in commands
+        f"  [cyan]{command.replace('[', chr(92) + '[')}[/]{' ' * (width - len(command))}  {why}" for command, why in called
     )
     return "\n".join(("[bold]Examples[/]", *lines))
+
+
+def _as_called(text: str) -> str:
+    """`lowp train ...` as it works in the user's shell."""
+    first, space, rest = text.partition(" ")
+    return f"{program()}{space}{rest}" if first == "lowp" else text
 
 
 def print_json(document: object) -> None:

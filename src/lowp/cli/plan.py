@@ -83,7 +83,7 @@ def print_plan(found: "WirePlan") -> None:
     out.print(result)
     rest = len(found.options) - 1 - len(found.runners_up)
     if rest:
-        out.print(f"[dim]{rest} more are slower; lowp plan --json has them[/]")
+        out.print(f"[dim]{rest} more are slower; --json has them[/]")
     out.print("\n[bold]In a program[/]")
     out.print(found.code, markup=False, soft_wrap=True)
     out.print("\n[bold]In a recipe[/]")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowp.cli.output import JSON_HELP, console, examples, print_json, table
+from lowp.invocation import command
 
 if TYPE_CHECKING:
     from lowp.training.recipe import Recipe, Section
@@ -84,7 +85,7 @@ def _show_list(json: bool) -> None:
         result.add_section()
     out = console()
     out.print(result)
-    out.print("[dim]lowp recipes NAME explains one.  lowp train NAME runs it.[/]")
+    out.print(f"[dim]{command('recipes')} NAME explains one.  {command('train')} NAME runs it.[/]")
 
 
 def _show_recipe(name: str, toml: bool, json: bool) -> None:
@@ -111,8 +112,8 @@ def _show_recipe(name: str, toml: bool, json: bool) -> None:
         result.add_row(path, _plain(value_text(value)))
     out.print(result)
     out.print(
-        f"\n[dim]Other keys have their defaults: lowp recipes {_plain(name)} --toml prints them all.\n"
-        f"lowp train {_plain(name)} --set KEY=VALUE ... runs it with some changed.[/]"
+        f"\n[dim]Other keys have their defaults: {command('recipes')} {_plain(name)} --toml prints them all.\n"
+        f"{command('train')} {_plain(name)} --set KEY=VALUE ... runs it with some changed.[/]"
     )
 
 

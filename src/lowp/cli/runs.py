@@ -1,13 +1,18 @@
 """`lowp runs`: the runs with their key figures, one in full, or several compared."""
 
+import os
+import sys
 from dataclasses import fields
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any
 
 import typer
 
+from lowp.cli.columns import fitting, print_columns, terminal_width
 from lowp.cli.output import JSON_HELP, console, examples, print_json
-from lowp.cli.runs_table import comparison, list_of_runs, recipe_differences
+from lowp.cli.runs_table import columns_of_runs, comparison, format_of, recipe_differences
+from lowp.invocation import command
 from lowp.training.runs import Run, differences, find_run, runs_under
 
 EXAMPLES = examples(
@@ -40,8 +45,9 @@ def show_runs(
     if plot is not None and json:
         raise ValueError("--plot writes a picture: it does not go with --json")
     if not names and not root.is_dir():
-        raise ValueError(f"there is no directory {root}; lowp train makes one, or say --root DIR")
-    runs = [Run.read(path) for path in ([find_run(name, root) for name in names] if names else runs_under(root))]
+        raise ValueError(f"there is no directory {root}; {command('train', 'aps8')} makes one, or say --root DIR")
+    paths = [find_run(name, root) for name in names] if names else runs_under(root)
+    runs = [Run.read(path, briefly=plot is None) for path in paths]
     if plot is not None:
         from lowp.cli.runs_plot import plot_runs
 
@@ -58,12 +64,26 @@ def show_runs(
 
 
 def _list(runs: list[Run], root: Path) -> None:
-    out = console()
-    if not runs:
-        out.print(f"no runs under {root}", markup=False)
-        return
-    out.print(list_of_runs(runs, out.width))
-    out.print("[dim]sent: by a rank.  lowp runs NAME NAME compares.[/]")
+    studies = [path.parent for path in sorted(root.glob("*/plan.json"))]
+    if runs:
+        names = [str(run.path.relative_to(root)) for run in runs]
+        width = terminal_width()
+        shown, left = fitting(columns_of_runs(runs, names, sys.stdout.isatty() and "NO_COLOR" not in os.environ), width)
+        print_columns(shown, width)
+        same = [f"{column.heading} {column.common}" for column in left if column.common is not None]
+        hidden = [column.heading for column in left if column.common is None]
+        notes = [
+            f"all of them: {', '.join(same)}." if same else "",
+            f"a wider terminal has also: {', '.join(hidden)}." if hidden else "",
+            "sent, of fp32: by a rank.",
+            "format: of the model | of the wire." if any("|" in format_of(run) for run in runs) else "",
+            f"{command('runs')} NAME NAME compares.",
+        ]
+        typer.echo(fill(" ".join(filter(None, notes)), width))
+    elif not studies:
+        typer.echo(f"no runs under {root}")
+    for study in studies:
+        typer.echo(f"study {study.name}: {command('runs', '--root', study / 'runs')}")
 
 
 def _compare(runs: list[Run]) -> None:

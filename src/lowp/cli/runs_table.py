@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lowp.cli.columns import Column
 from lowp.cli.output import table
 from lowp.training.runs import Run
 from lowp.training.units import UNKNOWN, bytes_text, count_text, duration_text, loss_text, number_text, share_text
@@ -11,7 +12,6 @@ from lowp.training.units import UNKNOWN, bytes_text, count_text, duration_text, 
 if TYPE_CHECKING:
     from rich.table import Table
 
-WIDE = 120  # columns of terminal from which recipe, steps, best accuracy and start have room too
 COLOURS_OF_STATES = {
     "finished": "green",
     "running": "cyan",
@@ -22,52 +22,45 @@ COLOURS_OF_STATES = {
 }
 
 
-Justify = Literal["left", "right"]
-LIST_COLUMNS: tuple[tuple[str, Justify, bool], ...] = (  # heading, alignment, whether a narrow terminal has it too
-    ("run", "left", True),
-    ("state", "left", True),
-    ("recipe", "left", False),
-    ("step", "right", False),
-    ("epoch", "right", True),
-    ("accuracy", "right", True),
-    ("best", "right", False),
-    ("sent", "right", True),
-    ("of fp32", "right", True),
-    ("samples/s", "right", True),
-    ("time", "right", True),
-    ("started", "left", False),
-)
+def columns_of_runs(runs: list[Run], names: list[str], coloured: bool) -> list[Column]:
+    """One row a run. Of two columns the one with the smaller number stays longer where there is little room."""
 
+    def column(heading: str, keep: int, text: Callable[[Run], str], right: bool = True) -> Column:
+        return Column(heading, [text(run) for run in runs], right, keep)
 
-def list_of_runs(runs: list[Run], width: int) -> "Table":
-    """One row a run."""
-    wide = width >= WIDE
-    result = table()
-    for heading, justify, always in LIST_COLUMNS:
-        if wide or always:
-            # A long name goes on in the next line: it is what one copies.
-            result.add_column(heading, justify=justify, no_wrap=heading != "run", overflow="fold")
-    for run in runs:
-        cells = zip(_list_cells(run), LIST_COLUMNS, strict=True)
-        result.add_row(*(cell for cell, (_, _, always) in cells if wide or always))
-    return result
-
-
-def _list_cells(run: Run) -> list[str]:
+    states = [COLOURS_OF_STATES.get(run.state) for run in runs] if coloured else None
     return [
-        _literal(run.name),
-        f"[{COLOURS_OF_STATES.get(run.state, 'default')}]{_literal(run.state)}[/]",
-        _literal(str(run.recipe.get("name", UNKNOWN))),
-        _whole(run.step),
-        number_text(run.epoch),
-        share_text(run.accuracy),
-        share_text(run.best_accuracy),
-        bytes_text(run.bytes_sent),
-        share_text(run.share_of_fp32),
-        count_text(run.samples_per_second),
-        duration_text(run.seconds),
-        f"{run.started:%Y-%m-%d %H:%M}" if run.started else UNKNOWN,
+        Column("run", names),
+        Column("state", [run.state for run in runs], keep=2, colours=states),
+        column("format", 3, format_of, right=False),
+        column("ranks", 6, ranks_of),
+        column("model", 7, lambda run: str(run.recipe.get("model", {}).get("name", UNKNOWN)), right=False),
+        column("seed", 8, lambda run: str(run.recipe.get("seed", UNKNOWN))),
+        column("epoch", 11, lambda run: number_text(run.epoch)),
+        column("accuracy", 1, lambda run: share_text(run.accuracy)),
+        column("best", 13, lambda run: share_text(run.best_accuracy)),
+        column("sent", 10, lambda run: bytes_text(run.bytes_sent)),
+        column("of fp32", 4, lambda run: share_text(run.share_of_fp32)),
+        column("samples/s", 12, lambda run: count_text(run.samples_per_second)),
+        column("time", 9, lambda run: duration_text(run.seconds)),
+        column("started", 5, lambda run: f"{run.started:%Y-%m-%d %H:%M}" if run.started else UNKNOWN, right=False),
     ]
+
+
+def format_of(run: Run) -> str:
+    """The formats of weights, activations and errors; behind a bar, where ranks exchange gradients, the wire's."""
+    precision, wire = run.recipe.get("precision", {}), run.recipe.get("wire", {})
+    roles = dict.fromkeys(precision.get(role) for role in ("weights", "activations", "errors"))
+    inside = "/".join(str(name) for name in roles if name) or "fp32"
+    outside = f"{wire.get('format', 'fp32')} {wire.get('scale') or ''}".removesuffix(" none").strip()
+    if (run.ranks or 1) == (run.virtual_ranks or 1) == 1 or inside == outside:
+        return inside
+    return outside if inside == "fp32" else f"{inside} | {outside}"
+
+
+def ranks_of(run: Run) -> str:
+    virtual = run.virtual_ranks or 1
+    return f"{virtual} virtual" if virtual > 1 else _whole(run.ranks)
 
 
 def _whole(value: int | None) -> str:

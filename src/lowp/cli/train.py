@@ -10,6 +10,7 @@ import typer
 
 from lowp.cli.errors import TRACEBACK, USER_ERRORS, one_line
 from lowp.cli.output import examples
+from lowp.invocation import command
 from lowp.starting import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -50,33 +51,28 @@ def train(
 
     Exit codes: 0, done; 1, a rank died; 2, a mistake; 3, the run diverged; 130 or 143, stopped by SIGINT or SIGTERM, and saved.
     """
+    from lowp.train_function import check_ranks_of_torchrun, chosen_recipe, planned
     from lowp.training.check import check
     from lowp.training.launch import FAILED, RanksFailed, follow_launcher, is_rank, is_restart, launch_run
-    from lowp.training.reading import read_recipe
     from lowp.training.rundir import RECIPE, next_directory
 
-    changes = list(changes or [])
-    changes += [f"ranks={ranks}"] if ranks is not None else []
-    changes += [f"virtual_ranks={virtual_ranks}"] if virtual_ranks is not None else []
-    folder = Path(recipe)
-    if (folder / "recipe.toml").is_file():
-        recipe, out = str(folder / "recipe.toml"), folder if out is None else out
-    chosen = read_recipe(recipe, changes)
+    chosen, out = chosen_recipe(recipe, changes or [], ranks, virtual_ranks, out)
     if is_rank():
+        check_ranks_of_torchrun(ranks)
         if out is None:
             raise ValueError("under torchrun, say with --out where the run's directory is: a restart must find it")
         follow_launcher()
         resume = resume or is_restart()
-        chosen = _planned(chosen, out if resume else None, data)
+        chosen = planned(chosen, out if resume else None, data, typer.echo)
         _run_here(chosen, out, resume=resume, data=data, quiet=quiet)
         return
-    chosen = _planned(chosen, out if resume else None, data)
+    chosen = planned(chosen, out if resume else None, data, typer.echo)
     check(chosen)
     if out is None:
         if resume:
             raise ValueError("--resume needs the run's directory: lowp train runs/NAME-001 --resume")
         out = next_directory(Path("runs"), chosen.name)
-    go_on = f"go on with: lowp train {out} --resume"
+    go_on = f"go on with: {command('train', out, '--resume')}"
     try:
         if chosen.ranks == 1:
             _run_here(chosen, out, resume=resume, data=data, quiet=quiet)
@@ -91,18 +87,6 @@ def train(
         typer.echo(f"lowp: interrupted; {go_on}", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
-
-
-def _planned(chosen: "Recipe", out: Path | None, data: Path | None) -> "Recipe":
-    """With a format of its own where it says `wire=plan`. `out`: of a run that goes on."""
-    from lowp.training.recipe import PLAN
-
-    if chosen.wire.format != PLAN:
-        return chosen
-    from lowp.predict.recipe_plan import planned_recipe
-
-    first = os.environ.get("RANK", "0") == "0"
-    return planned_recipe(chosen, out, data=data, say=typer.echo if first else lambda text: None)
 
 
 def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, quiet: bool) -> None:

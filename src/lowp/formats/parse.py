@@ -2,6 +2,7 @@
 
 import re
 from functools import lru_cache
+from typing import Any, Protocol
 
 from lowp.formats.base import Format
 from lowp.formats.block import NAMES as BLOCK_NAMES
@@ -14,6 +15,17 @@ from lowp.names import did_you_mean
 
 MAX_LENGTH = 100  # characters of a name
 _NAMED = {str(entry): entry for entry in FORMATS} | {name: entry for entry, name in BLOCK_NAMES.items()}
+ALIASES = {  # what others call them; "fp8" without more is what most hardware and libraries take for weights
+    **dict.fromkeys(("float32", "float", "single"), "fp32"),
+    **dict.fromkeys(("float16", "half"), "fp16"),
+    "bfloat16": "bf16",
+    **dict.fromkeys(("fp8", "float8", "fp8_e4m3", "float8_e4m3fn", "fp8_e4m3fn"), "e4m3fn"),
+    "fp8_e5m2": "e5m2",
+    **dict.fromkeys(("fp4", "float4", "fp4_e2m1", "float4_e2m1fn_x2"), "e2m1fn"),
+    "fp6_e3m2": "e3m2fn",
+    "fp6_e2m3": "e2m3fn",
+}
+_OF_DTYPE = re.compile(r"float\d+_(e\d+m\d+\w*)", re.ASCII)  # torch and ml_dtypes: float8_e5m2fnuz
 _FLOAT = re.compile(r"e(\d+)m(\d+)(?:b(-?\d+))?(fnuz|inuz|fn|nan|finite)?(_u)?(_ns)?(_nz)?", re.ASCII)
 _P3109 = re.compile(r"(?:binary|p3109_k)(\d+)p(\d+)([su])([ef])", re.ASCII)
 _FIXED = re.compile(r"fixed(\d+)\.(\d+)", re.ASCII)
@@ -25,7 +37,7 @@ _SPECIALS = {None: Specials.IEEE, "nan": Specials.NAN_ONLY} | {s.value: s for s 
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> AnyFormat | None:
-    squeezed = "".join(text.lower().split())
+    squeezed = _usual("".join(text.lower().split()))
     if squeezed in _NAMED:
         return _NAMED[squeezed]
     if match := _FLOAT.fullmatch(squeezed):
@@ -55,16 +67,51 @@ def _parse(text: str) -> AnyFormat | None:
     return None
 
 
-def format(text: "str | AnyFormat") -> AnyFormat:
+def _usual(squeezed: str) -> str:
+    squeezed = squeezed.removeprefix("torch.")
+    if squeezed in ALIASES:
+        return ALIASES[squeezed]
+    match = _OF_DTYPE.fullmatch(squeezed)
+    return match[1] if match else squeezed
+
+
+class DType(Protocol):
+    """A number type of torch, told by its attributes: nothing here imports torch."""
+
+    @property
+    def itemsize(self) -> int: ...
+
+    @property
+    def is_floating_point(self) -> bool: ...
+
+
+FormatLike = str | AnyFormat | DType  # whatever names a format
+
+
+def usual_name(value: Any) -> Any:
+    """A dtype (torch's, numpy's) or another library's name as the name that is usual here: torch.bfloat16 and "bfloat16" are
+    "bf16". Anything else is returned as it is."""
+    if type(value).__name__ == "dtype" or type(value).__module__.partition(".")[0] in ("numpy", "ml_dtypes"):
+        value = str(value).removeprefix("torch.")
+    if not isinstance(value, str):
+        return value
+    squeezed = "".join(value.lower().split())
+    return value if (usual := _usual(squeezed)) == squeezed else usual
+
+
+def format(text: FormatLike) -> AnyFormat:
     """The format that a text names: `e5m2`, `e4m3fn`, `bf16`, `binary8p3se`, `fixed3.4`, `int8`, `posit8_1`, `dynamic8`,
     `mxfp4`, `mxfp4_rceil`, `block(e2m1fn, 16, e4m3fn)`. A format is returned as it is. Case and spaces do not matter.
+
+    Also what others call them: "float16", "half", "bfloat16", "fp8" (e4m3fn), "float8_e5m2", and torch's dtypes.
 
     An unknown name raises ValueError with the nearest names; an impossible one with what is allowed.
     """
     if isinstance(text, (Format, BlockFormat)):
         return text
+    text = usual_name(text)
     if not isinstance(text, str):
-        raise TypeError(f"a format is a name such as 'e4m3fn' or a Format, not {type(text).__name__}")
+        raise TypeError(f"a format is a name such as 'e4m3fn', a Format or a torch.dtype, not {type(text).__name__}")
     if len(text) > MAX_LENGTH:
         raise ValueError(f"a format's name has at most {MAX_LENGTH} characters, not {len(text)}: {text[:20]!r}...")
     if (parsed := _parse(text)) is not None:

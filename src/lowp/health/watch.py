@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowp import compat
-from lowp.formats import AnyFormat
+from lowp.formats import AnyFormat, FormatLike
 from lowp.formats import format as parse_format
 from lowp.health.eagerness import Eagerness
 from lowp.health.intent import Intent, intended_updates, look
@@ -34,7 +34,7 @@ from lowp.health.samples import HealthLog, Sample, table
 ROLES = ("weights", "activations", "gradients", "updates", "states")
 SHOWN = ("errors", "sent")  # roles that a watch cannot find by itself: somebody has to show them (`Watch.observe`)
 
-FormatChoice = str | AnyFormat | Mapping[str, str | AnyFormat] | None
+FormatChoice = FormatLike | Mapping[str, FormatLike] | None
 
 
 def watch(

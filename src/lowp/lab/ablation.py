@@ -10,7 +10,6 @@ Killed at any moment, the study is what its runs' directories say: step 1 of the
 that was killed may still be saving its run; the run's lock tells, and the run is left for later.
 """
 
-import fcntl
 import os
 import signal
 import time
@@ -27,6 +26,7 @@ from lowp.lab.execution import Job, Outcome
 from lowp.lab.pool import Executor
 from lowp.lab.settings import StudyPlan, StudyRun
 from lowp.lab.study_directory import DONE, StudyDirectory
+from lowp.machine import try_lock, usable_cores
 from lowp.training.reading import with_changes
 from lowp.training.rundir import LOCK
 
@@ -77,7 +77,7 @@ def threads_for(plan: StudyPlan, jobs: int, recorded: int | None) -> int:
     if recorded:
         return recorded
     ranks = max(setting.recipe.ranks for setting in plan.settings)
-    return max(1, len(os.sched_getaffinity(0)) // max(jobs, ranks))
+    return max(1, usable_cores() // max(jobs, ranks))
 
 
 def recorded_threads(directory: StudyDirectory) -> int | None:
@@ -184,7 +184,7 @@ def _in_use(path: Path) -> bool:
     """Does a process hold the run's lock?"""
     try:
         with (path / LOCK).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try_lock(file, shared=True)
     except FileNotFoundError:
         return False
     except OSError:

@@ -14,7 +14,7 @@ from lowp.optim.rules import AdamWRule, Rule
 class AdamW(LowPrecisionOptimizer):
     """`torch.optim.AdamW` for weights, moments and updates in 16 bits or fewer.
 
-    With float32 weights, `update="nearest"` and `state="fp32"` (or None) it is torch's own, bit for bit.
+    With float32 weights and states it is torch's own, bit for bit.
 
     Args:
         params, lr, betas, eps, weight_decay: as for `torch.optim.AdamW`. Decay goes through the same rounding as the rest of

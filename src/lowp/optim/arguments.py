@@ -19,7 +19,7 @@ class Options(TypedDict, total=False):
     """The arguments that all optimizers share; `LowPrecisionOptimizer` describes them."""
 
     maximize: bool
-    update: str
+    update: str | None
     state: Any
     state_scale: str | None
     state_rounding: str | None
@@ -32,7 +32,7 @@ class Options(TypedDict, total=False):
 
 
 _DEFAULTS: Options = {
-    "maximize": False, "update": "stochastic", "state": None, "state_scale": None, "state_rounding": None, "seed": 0,
+    "maximize": False, "update": None, "state": None, "state_scale": None, "state_rounding": None, "seed": 0,
     "nonfinite": "raise", "foreach": None, "fused": None,
 }  # fmt: skip
 # What torch's optimizers have and these have not. They are refused, and not kept in groups: what has `capturable` there, Dynamo
@@ -65,7 +65,8 @@ def refuse(settings: Mapping[str, Any]) -> None:
 def check_options(group: Mapping[str, Any], updates: tuple[str, ...]) -> None:
     """An error for shared arguments of a group that cannot be."""
     refuse(group)
-    one_of("update", group["update"], updates)
+    if group["update"] is not None:
+        one_of("update", group["update"], updates)
     one_of("nonfinite", group["nonfinite"], ("raise", "propagate"))
     for name in ("foreach", "fused"):
         if group[name] not in (None, True, False):
@@ -75,6 +76,11 @@ def check_options(group: Mapping[str, Any], updates: tuple[str, ...]) -> None:
     if isinstance(group["seed"], Tensor):
         raise TypeError("seed must be an integer, not a tensor")
     Noise.of(Domain.OPTIMIZER, group["seed"], 0, 0)  # refuses what is no seed
+
+
+def update_of(group: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """How weights of a dtype take their updates: as it was asked for, or else stochastically in 16 bits, as torch in 32."""
+    return group["update"] or ("nearest" if dtype == torch.float32 else "stochastic")
 
 
 def number_of(name: str, value: Any) -> float:

@@ -11,7 +11,8 @@ what may change is looked at by functions that are mapped over lists, without a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not, itemgetter
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from lowp.tensor.noise import Domain, stream_of
 from lowp.tensor.table import bits_of_number
 
 _gradient_of = attrgetter("grad")
-_kind_of = attrgetter("__class__", "dtype", "shape", "layout")
+_kind_of = attrgetter("__class__", "dtype", "layout")  # (torch sees to it that a gradient has its parameter's shape)
+_step_of = itemgetter("step")
 
 
 class OtherGradientDtype(Exception):
@@ -60,6 +62,7 @@ class Family:
         self.device = members[0].placement.local.device
         self.parameters = [m.parameter for m in members]
         self.sharded = any(is_sharded(p) for p in self.parameters)
+        self._states = [m.state for m in members]
         self._pointers = [m.placement.local.data_ptr() for m in members]
         self._chosen: dict[tuple[int, ...], Chosen] = {}
         self._everyone = tuple(range(len(members)))
@@ -72,13 +75,13 @@ class Family:
     def due(self) -> dict[int, "Chosen"]:
         """Members that have gradients, by the step that each of them takes now (mostly all of them the same)."""
         gradients = [*map(_gradient_of, self.parameters)]
-        steps = [m.state["step"] + 1 for m in self.members]
-        if all(g is not None for g in gradients) and len({*steps}) == 1:
-            return {steps[0]: self._choose(self._everyone)}
+        steps = [*map(_step_of, self._states)]
+        if all(map(is_not, gradients, repeat(None))) and len({*steps}) == 1:
+            return {steps[0] + 1: self._choose(self._everyone)}
         places: dict[int, list[int]] = {}
         for place, (gradient, step) in enumerate(zip(gradients, steps, strict=True)):
             if gradient is not None:
-                places.setdefault(step, []).append(place)
+                places.setdefault(step + 1, []).append(place)
         return {step: self._choose(tuple(those)) for step, those in places.items()}
 
     def _choose(self, places: tuple[int, ...]) -> "Chosen":
@@ -98,11 +101,12 @@ class Chosen:
         self.parameters = [m.parameter for m in self.members]
         self.lists: Lists | None = None  # of all that a step reads and writes; while no step is under way, without gradients
         self._sharded = family.sharded
-        self._kinds = [(Tensor, self.layout.gradient, p.shape, torch.strided) for p in self.parameters]
+        self._kinds = [(Tensor, self.layout.gradient, torch.strided)] * len(self.parameters)
         self._strides = [m.placement.local.stride() for m in self.members]
         self._family_bounds = family.bounds
         self._places = None if len(places) == len(family.members) else torch.tensor(places, device=self.device)
         self._units: list[float] = []
+        self.cleared = False  # is there nothing of another step in what is measured?
         count = len(self.members)
         known = [
             [stream_of(Domain.OPTIMIZER, m.number) for m in self.members],
@@ -162,19 +166,29 @@ class Chosen:
         for group in self.members[0].placement.groups:
             dist.all_reduce(self._rows[name], operation, group=group)
 
-    def measure(self, units: list[float]) -> None:
-        """Find the largest gradients (and weights), in the units that gradients count in. Nothing is changed yet."""
+    @property
+    def agrees(self) -> bool:
+        """Do other ranks have parts of these gradients?"""
+        return bool(self.members[0].placement.groups)
+
+    def measure(self, units: list[float], worst: Tensor | None = None) -> None:
+        """Find the largest gradients (and weights), in the units that gradients count in. Nothing is changed yet.
+
+        The largest of all goes to `worst` if it is larger than what is there, or to the own one.
+        """
         assert self.lists is not None
         if units != self._units:
             self._units = units
             bits = [bits_of_number(float(np.float32(unit)), F32) for unit in units]
             self.units[0].copy_(torch.tensor(bits, dtype=torch.int32))
-        self._measure(self.lists, self.units, [], into=self._rows["largest"])
-        self._agree("largest")
-        torch.amax(self.largest, 0, out=self.worst)
+        clear, self.cleared = not self.cleared, False
+        self._measure(self.lists, self.units, [], into=self._rows["largest"], aside=worst, clear=clear)
+        if worst is None:
+            self._agree("largest")
+            torch.amax(self.largest, 0, out=self.worst)
 
-    def number(self, constants: Sequence[int], scalars: list[float], skip: Tensor | None) -> None:
-        """Make `numbers` and the new bounds."""
+    def number(self, constants: Sequence[int], scalars: list[float], skip: Tensor | None, told: Tensor | None = None) -> None:
+        """Make `numbers` and the new bounds. What `skip` holds is written to `told`."""
         assert self.lists is not None
         layout = self.layout
         if self._places is not None:
@@ -187,7 +201,8 @@ class Chosen:
                 scales.with_step(layout)(self._table, self._no_numbers, constants)
             kernels.square(layout)(self.lists, self.numbers, scalars, into=self._rows["sums"])
             self._agree("sums")
-        self._close(self._table, self._no_numbers, constants, skip)
+        self._close(self._table, self._no_numbers, constants, skip, aside=told)
+        self.cleared = True
 
     def update(self, scalars: list[float], skip: Tensor | None) -> None:
         assert self.lists is not None
@@ -205,19 +220,21 @@ class Step:
     scalars: list[float]  # of the update
     units: list[float]
 
-    def measure(self) -> None:
-        self.chosen.measure(self.units)
+    def measure(self, worst: Tensor | None = None) -> None:
+        self.chosen.measure(self.units, worst)
 
-    def do(self, worst: Tensor | None) -> None:
-        """The update, unless something was not finite."""
-        skip = worst if worst is None or worst.device == self.chosen.device else worst.to(self.chosen.device)
-        self.chosen.number(self.constants, self.scalars, skip)
+    def number(self, skip: Tensor | None, told: Tensor | None = None) -> None:
+        self.chosen.number(self.constants, self.scalars, skip, told)
+
+    def update(self, skip: Tensor | None) -> None:
+        """Unless something was not finite."""
         self.chosen.update(self.scalars, skip)
         for member in self.chosen.members:
             member.state["step"] += 1
 
     def undo_count(self) -> None:
         """The step did not happen."""
+        self.chosen.cleared = False
         for member in self.chosen.members:
             member.state["step"] -= 1
 

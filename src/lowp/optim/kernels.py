@@ -141,7 +141,7 @@ def measure(layout: Layout) -> ListFunction:
         return [*found, layout.weight(elements).abs().view(torch.int32)] if weights else found
 
     elements = layout.elements[:2]
-    return ListFunction(function, elements, (), 1, 0, reductions=("max", "max") if weights else ("max",))
+    return ListFunction(function, elements, (), 1, 0, reductions=("max", "max") if weights else ("max",), aside="most")
 
 
 def _step(layout: Layout, elements: Sequence[Tensor], numbers: Tensor, s: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
@@ -209,16 +209,15 @@ def direction(
 @lru_cache(maxsize=256)
 def update(layout: Layout) -> ListFunction:
     """The step itself."""
-    drawing = [i for i, state in enumerate(layout.states) if state.stochastic]
+    drawing = [*([-1] if layout.update.stochastic else []), *(i for i, state in enumerate(layout.states) if state.stochastic)]
 
     def function(*arguments: Any) -> list[Tensor]:
         *elements, numbers, s, tables = arguments
         weight, change, new = direction(layout, elements, numbers, s, tables)
-        noise: list[Draw] = []
-        if layout.update.stochastic or drawing:
-            noise = draws(numbers, weight, 1 + len(drawing))
+        # The weight's noise, where it has some (-1), then that of states.
+        noise: dict[int, Draw] = dict(zip(drawing, draws(numbers, weight, len(drawing)) if drawing else (), strict=True))
         lost = elements[layout.lost] if layout.update.compensated else None
-        written = layout.update.apply(weight, change, lost, noise[0] if noise else None)
+        written = layout.update.apply(weight, change, lost, noise.get(-1))
         codes, exponents = [], []
         for i, (state, numbers_of_state) in enumerate(zip(layout.states, new, strict=True)):
             factor = None
@@ -229,8 +228,7 @@ def update(layout: Layout) -> ListFunction:
                 exponent = exponent_above(largest.view(torch.int32)).clamp(max=127)
                 factor = normal_power(state.top - exponent)
                 exponents.append(exponent.to(torch.int8))
-            own = noise[1 + drawing.index(i)] if i in drawing else None
-            codes.append(state.write(numbers_of_state, factor, own, layout.tables_of(i, tables)))
+            codes.append(state.write(numbers_of_state, factor, noise.get(i), layout.tables_of(i, tables)))
         return [written[0], *codes, *written[1:], *exponents]
 
     writes = tuple(i for i in range(len(layout.elements)) if i != 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowp import compat
 from lowp.optim import scales
-from lowp.optim.arguments import GradientScale, check_gradient, check_options, gradient_scale_of, own_name, with_rate
+from lowp.optim.arguments import GradientScale, check_gradient, check_options, gradient_scale_of, own_name, update_of, with_rate
 from lowp.optim.checkpoint import check_groups, check_states
 from lowp.optim.family import Family, OtherGradientDtype, Step
 from lowp.optim.gathering import Families, gather
@@ -33,7 +33,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     """The base of SGD, LARS, AdamW and LAMB.
 
     Args that all of them take, beside those of `torch.optim`:
-        update: how weights take their updates: "stochastic", "kahan" (16 more bits a weight) or "nearest".
+        update: how weights take their updates: "stochastic", "kahan" (16 more bits a weight) or "nearest". None: stochastic for
+            16-bit weights, nearest for float32 ones, which is what torch does.
         state: the format of states: "fp16", "bf16", "e4m3fn", "dynamic8", "posit16" ..., or a dict by state. None: as the
             weights.
         state_scale: "tensor" or "block" (256 elements of a row, or what divides it): what shares a power of two. None: blocks
@@ -59,6 +60,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._pending: list[Step] = []  # that `check` has not looked at yet
         self._flag: tuple[Tensor, Any] | None = None  # in pinned memory; when it is there
         self._joined: tuple[Tensor, Tensor] | None = None
+        self._found: Tensor | None = None  # the largest gradient, of all
         super().__init__(params, {**defaults, **options})
         self._handle = register(self)
 
@@ -72,7 +74,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # of an older version
             group.setdefault("foreach", None)
             group.setdefault("fused", None)
-        self._families, self._pending, self._flag, self._joined = None, [], None, None
+        self._families, self._pending, self._flag, self._joined, self._found = None, [], None, None, None
         self._handle = register(self)
 
     # What an optimizer is made of.
@@ -111,10 +113,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             name = self._name(group, i, place)
             if parameter.dtype not in FORMAT_OF_DTYPE:
                 raise TypeError(f"{name} is {parameter.dtype}; weights are float16, bfloat16 or float32")
-            if parameter.dtype == torch.float32 and group["update"] != "nearest":
+            if update_of(group, parameter.dtype) != "nearest" and parameter.dtype == torch.float32:
                 raise TypeError(
                     f"{name} is float32, and update={group['update']!r} is for 16-bit weights: convert the model "
-                    "(model.half() or model.bfloat16()), or say update='nearest'"
+                    "(model.half() or model.bfloat16()), or leave update out"
                 )
             if parameter.numel() > 1 << 30:
                 raise ValueError(f"{name} has {parameter.numel()} elements; up to 2^30 are supported")
@@ -168,8 +170,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 for p in parameters:
                     self.state[p]["step"] += 1
                 self.plain_step(group, parameters, gradients)
-            for step in steps:
-                step.do(worst)
+            self._update(steps, worst)
         finally:
             for step in steps:
                 step.chosen.forget_gradients()
@@ -198,21 +199,42 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
         On CUDA the host looks at it when the next step comes, by which time it has long been there.
         """
+        together = self._together(steps)
         for step in steps:
-            step.measure()
+            step.measure(together)
         if self.defaults["nonfinite"] == "propagate":
             return None
-        worst = self._worst(steps)
-        if worst is not None and (worst.device.type == "cpu" or plain):  # torch's own functions do not leave a bad step alone
-            if int(worst) >= LIMIT:
-                self._raise_nonfinite(steps)
-        elif worst is not None:
-            flag, _ = self._flag or (torch.empty((), dtype=torch.int64, pin_memory=True), None)
-            flag.copy_(worst, non_blocking=True)  # nobody else reads it: `check` has waited for the last one
-            self._flag = flag, torch.cuda.current_stream(worst.device).record_event()
-            self._pending = steps
+        worst = self._worst(steps) if together is None else together
+        known = worst is not None and (
+            worst.device.type == "cpu" or plain
+        )  # torch's own functions do not leave a bad step alone
+        if worst is not None and known and int(worst) >= LIMIT:
+            self._raise_nonfinite(steps)
         self._refuse_nonfinite([p for _, parameters in plain for p in parameters])
         return worst
+
+    def _update(self, steps: list[Step], worst: Tensor | None) -> None:
+        """On CUDA the first kernel that reads `worst` also writes it to pinned memory, for `check`."""
+        for i, step in enumerate(steps):
+            skip = worst if worst is None or worst.device == step.chosen.device else worst.to(step.chosen.device)
+            if i > 0 or skip is None or skip.device.type == "cpu":
+                step.number(skip)
+            else:
+                flag, _ = self._flag or (torch.empty((), dtype=torch.int64, pin_memory=True), None)
+                step.number(skip, flag)  # nobody else reads it: `check` has waited for the last one
+                self._flag = flag, torch.cuda.current_stream(skip.device).record_event()
+                self._pending = steps
+            step.update(skip)
+
+    def _together(self, steps: list[Step]) -> Tensor | None:
+        """Zero, where the kernels of all steps write the largest gradient; None where ranks must agree on what each finds."""
+        devices = {step.chosen.device for step in steps}
+        if len(devices) != 1 or self.defaults["nonfinite"] == "propagate" or any(step.chosen.agrees for step in steps):
+            return None
+        (device,) = devices
+        if self._found is None or self._found.device != device:
+            self._found = torch.zeros((), dtype=torch.int64, device=device)
+        return self._found.zero_()
 
     def _worst(self, steps: list[Step]) -> Tensor | None:
         """The largest gradient of all steps, in memory that stays where it is."""

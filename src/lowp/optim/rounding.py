@@ -178,6 +178,11 @@ class Stored:
         return self.rounding == "stochastic" and self.format != FP32
 
     @property
+    def by_words(self) -> bool:
+        """Do 16 bits of noise decide? Of a step as long as those of 8 bits, their 2^-17 is less than float32 resolves."""
+        return self.stochastic and self.format.bits < 16
+
+    @property
     def top(self) -> int:
         """States are scaled to stay below 2^top. One binade is left, so that rounding up cannot leave the format."""
         if isinstance(self.format, PositFormat):
@@ -186,11 +191,11 @@ class Stored:
 
     @cached_property
     def _encode(self) -> Encode:
-        return encode_operation(self.format, torch.float32, self.rounding, True, "zero")
+        return encode_operation(self.format, torch.float32, self.rounding, True, "zero", by_words=self.by_words)
 
     @cached_property
     def _decode(self) -> Decode:
-        return decode_operation(self.format, torch.float32)
+        return decode_operation(self.format, torch.float32, any_nan=True)
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -218,6 +223,5 @@ class Stored:
         if self.dtype == torch.bfloat16:
             assert noise is not None
             return stochastic_bfloat(numbers, noise, saturate=True)
-        return self._encode.codes(
-            numbers.view(torch.int32), None if noise is None else noise.number, tables[: len(self._encode.tables)]
-        )
+        drawn = None if noise is None else noise.word if self.by_words else noise.number
+        return self._encode.codes(numbers.view(torch.int32), drawn, tables[: len(self._encode.tables)])

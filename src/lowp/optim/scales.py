@@ -131,13 +131,16 @@ def _function(layout: Layout, write: dict[str, bool]) -> ListFunction:
             results[columns.number(layout.norm_column + 1)] = bits_of_normal_power(-exponent_above(have[columns.step]))
         if write["close"]:
             results |= _closed(have, call, bounds, tops, columns)
+            for name in ("gradient", "weight"):  # the next step's maxima begin at zero
+                if name in columns.names:
+                    results[columns.names.index(name)] = torch.zeros_like(have[name])
         targets[:] = list(results)
         return list(results.values())
 
     with without_dispatch_modes():  # what it writes is found out once, and no business of an audit's
         example = [torch.ones(1, 4, dtype=e.dtype) for e in columns.elements]
         function(*example, torch.ones(0), torch.ones(count), ())
-    return ListFunction(function, columns.elements, tuple(targets), 0, count)
+    return ListFunction(function, columns.elements, tuple(targets), 0, count, aside="skip" if write["close"] else "")
 
 
 def _opened(

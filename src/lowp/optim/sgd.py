@@ -13,7 +13,7 @@ from lowp.optim.rules import Rule, SGDRule
 class SGD(LowPrecisionOptimizer):
     """`torch.optim.SGD` for weights, momentum and updates in 16 bits or fewer.
 
-    With float32 weights, `update="nearest"` and `state="fp32"` (or None) it is torch's own, bit for bit.
+    With float32 weights and states it is torch's own, bit for bit.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov: as for `torch.optim.SGD`. Decay is added to the gradient.

@@ -11,7 +11,7 @@ from lowp.formats import AnyFormat, BlockFormat
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.optim import kernels, scales
-from lowp.optim.arguments import with_rate
+from lowp.optim.arguments import update_of, with_rate
 from lowp.optim.family import Member, in_shape_of
 from lowp.optim.kernels import Layout
 from lowp.optim.rounding import Stored, Update
@@ -41,7 +41,7 @@ def layout_for(parameter: Tensor, group: dict[str, Any], rule: Rule, roots: tupl
         _stored(parameter, group, wish, name, name in roots, average)
         for wish, name, average in zip(wishes, rule.states, averages, strict=True)
     )
-    return Layout(rule, Update(group["update"], parameter.dtype), gradient, tuple(states))
+    return Layout(rule, Update(update_of(group, parameter.dtype), parameter.dtype), gradient, tuple(states))
 
 
 def _stored(parameter: Tensor, group: dict[str, Any], wish: Any, name: str, root: bool, average: Average) -> Stored:
@@ -50,15 +50,15 @@ def _stored(parameter: Tensor, group: dict[str, Any], wish: Any, name: str, root
     scale = group["state_scale"] or ("block" if fmt.bits < 16 else "tensor")
     if scale not in ("tensor", "block"):
         raise ValueError(f"unknown state_scale={scale!r}; it is 'tensor' or 'block'")
-    stored = _checked(fmt, _rounding(fmt, group, average), scale, root, name)
+    stored = _checked(fmt, _rounding(fmt, group, average, parameter.dtype), scale, root, name)
     if stored.scale == "block" and block_width(parameter.shape, LONGEST_BLOCK) == 0:
         if fmt.bits < 16 and group["state_scale"] is None:  # too small to save anything: as precise as the weights
-            return _checked(own, _rounding(own, group, average), "tensor", root, name)
+            return _checked(own, _rounding(own, group, average, parameter.dtype), "tensor", root, name)
         return replace(stored, scale="tensor")
     return stored
 
 
-def _rounding(fmt: AnyFormat, group: dict[str, Any], average: Average) -> str:
+def _rounding(fmt: AnyFormat, group: dict[str, Any], average: Average, weights: torch.dtype) -> str:
     asked = group["state_rounding"]
     if asked not in (None, "nearest", "stochastic"):
         raise ValueError(f"unknown state_rounding={asked!r}; it is 'nearest' or 'stochastic'")
@@ -66,7 +66,7 @@ def _rounding(fmt: AnyFormat, group: dict[str, Any], average: Average) -> str:
         return asked
     half_a_unit = 2.0 ** -(getattr(fmt, "mantissa_bits", 0) + 1)
     slow = 1.0 - average.decay < _SLOW * half_a_unit
-    return "stochastic" if slow and group["update"] != "nearest" else "nearest"
+    return "stochastic" if slow and update_of(group, weights) != "nearest" else "nearest"
 
 
 def _checked(format: AnyFormat, rounding: str, scale: str, positive: bool, name: str) -> Stored:

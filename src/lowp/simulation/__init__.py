@@ -12,6 +12,7 @@ from lowp.simulation.policies import Policy as Policy
 from lowp.simulation.policies import Schedule as Schedule
 from lowp.simulation.policies import Together as Together
 from lowp.simulation.policies import Uniform as Uniform
+from lowp.simulation.products import Products as Products
 from lowp.simulation.search import search as search
 from lowp.simulation.simulate import Simulation as Simulation
 from lowp.simulation.simulate import restore as restore

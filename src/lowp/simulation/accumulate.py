@@ -138,3 +138,5 @@ _REFUSED = {
     torch.bilinear, F.bilinear, torch.cdist, torch.chain_matmul, torch.linalg.multi_dot,
     *_both("addbmm", "inner"),
 }  # fmt: skip
+
+MULTIPLIES = frozenset({*_PRODUCTS, *_TAKEN_APART, *_REFUSED})  # every function that sums products

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lowp.notebook import html_table
-from lowp.simulation.layers import OFF, SUMS, SimulatedLayer
+from lowp.simulation.layers import OFF, PRODUCTS, SUMS, SimulatedLayer
 from lowp.simulation.modules import LAYER
 
 _UNKNOWN = "?"  # how many elements an output has, before the model has run
@@ -105,6 +105,8 @@ def _rows(layer: SimulatedLayer) -> list[Described]:
     if SUMS in layer.roles:
         arithmetic = OFF if layer.arithmetic is None else str(layer.arithmetic)
         rows.append(Described(layer.name, layer.kind.__name__, SUMS, arithmetic, "none", layer.elements.get("activations")))
+    if layer.products is not None:
+        rows.append(Described(layer.name, layer.kind.__name__, PRODUCTS, str(layer.products), "none", None))
     return rows
 
 

@@ -9,8 +9,9 @@ Every role of a layer has a format or none, and a scale. The format is found in 
 
 The scale is that of the first matching entry that gives the role one, else the one given for the role.
 
-"accumulate" is a role of another kind: not of tensors but of the sums inside a layer (accumulate.py). Its format is an
-`Arithmetic`, by its name; it has no scale and is not promoted.
+"accumulate" and "products" are roles of another kind: not of tensors but of the sums inside a layer (accumulate.py) and of the
+operands of its products (products.py). Their formats are an `Arithmetic` and `Products`, by their names; they have no scale and
+are not promoted.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +24,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lowp.compat import tree_flatten, tree_leaves, tree_unflatten
-from lowp.formats import AnyFormat, BlockFormat, Format
+from lowp.formats import BlockFormat, FormatLike
 from lowp.formats import format as parse_format
 from lowp.formats.floats import E8M0FNU
 from lowp.names import did_you_mean
 from lowp.simulation.accumulate import NarrowSums
+from lowp.simulation.products import Products, RoundedProducts
 from lowp.simulation.rounding import UNKNOWN, Target, passed
 from lowp.simulation.scales import NONE, Scale, known_shift
 from lowp.tensor.matmul import Arithmetic
@@ -38,11 +40,14 @@ if TYPE_CHECKING:
 
 ROLES = ("weights", "activations", "errors", "gradients")
 SUMS = "accumulate"
+PRODUCTS = "products"
+ALL_ROLES = (*ROLES, SUMS, PRODUCTS)
 OFF = "fp32"  # how a role that is left alone is written
 _OUTPUTS = 8  # tensors of one output whose ranges are remembered one by one; those behind them share the last one's
 
-FormatName = str | AnyFormat | None
-ArithmeticName = str | Format | Arithmetic | None
+FormatName = FormatLike | None
+ArithmeticName = FormatLike | Arithmetic | None
+ProductsName = FormatLike | Products | None
 Selector = str | type | Callable[[str, nn.Module], bool]
 Rules = Mapping[Any, Mapping[str, Any]]  # selectors; formats by role, and "scale"
 
@@ -86,6 +91,7 @@ class SimulatedLayer:
     formats: dict[str, str | None] = field(default_factory=lambda: dict.fromkeys(ROLES))
     scales: dict[str, Scale] = field(default_factory=lambda: dict.fromkeys(ROLES, NONE))
     arithmetic: Arithmetic | None = None  # of the sums inside it, where they are narrow
+    products: Products | None = None  # of the operands inside it, where they are rounded
     plans: dict[str, Plan | None] = field(default_factory=lambda: dict.fromkeys(ROLES))
     ready: dict[str, Target | None] = field(
         default_factory=lambda: dict.fromkeys(ROLES)
@@ -113,7 +119,9 @@ class SimulatedLayer:
     def assign(self, formats: Mapping[str, str | None], scales: Mapping[str, Scale]) -> None:
         """Take on new formats and scales, made by `plan_of`, which has checked them."""
         sums = formats[SUMS] if SUMS in self.roles else None
+        operands = formats[PRODUCTS] if PRODUCTS in self.roles else None
         self.arithmetic = None if sums is None else Arithmetic.parse(sums)
+        self.products = None if operands is None else Products.parse(operands)
         for role in self.tensor_roles:
             self.formats[role], self.scales[role] = formats[role], scales[role]
             self.plans[role] = plan_of(formats[role], scales[role], f"the {role} of {self.name!r}")
@@ -148,10 +156,10 @@ class SimulatedLayer:
 
     def compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's own forward pass, in the arithmetic of this layer."""
-        if self.arithmetic is None:
+        if self.arithmetic is None and self.products is None:
             return forward(*args, **kwargs)
-        simulation = self.simulation
-        with NarrowSums(self.arithmetic, self.name, self.number, simulation.seed, simulation.moment):
+        whose = self.name, self.number, self.simulation.seed, self.simulation.moment
+        with NarrowSums(self.arithmetic, *whose) if self.arithmetic is not None else RoundedProducts(self.products, *whose):  # type: ignore[arg-type]
             return forward(*args, **kwargs)
 
     def output(self, value: Any) -> Any:
@@ -287,11 +295,18 @@ def checked_arithmetic(given: ArithmeticName) -> str | None:
     return None if name == OFF else name
 
 
+def checked_products(given: ProductsName) -> str | None:
+    """The name of what becomes of a layer's operands; None if they are left alone."""
+    if given is None or given == OFF:
+        return None
+    return str(given if isinstance(given, Products) else Products.parse(str(given)))
+
+
 def checked_roles(formats: Mapping[str, Any], where: str) -> dict[str, str | None]:
     """Formats by role, after a look at the roles' names."""
-    known = (*ROLES, SUMS)
     for role in formats:
-        if role not in known:
-            hint = did_you_mean(str(role), known, f"roles are {', '.join(known)}")
+        if role not in ALL_ROLES:
+            hint = did_you_mean(str(role), ALL_ROLES, f"roles are {', '.join(ALL_ROLES)}")
             raise ValueError(f"unknown role {role!r} in {where}; {hint}")
-    return {role: checked_arithmetic(name) if role == SUMS else checked_format(name, role) for role, name in formats.items()}
+    check = {SUMS: checked_arithmetic, PRODUCTS: checked_products}
+    return {role: check[role](name) if role in check else checked_format(name, role) for role, name in formats.items()}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lowp import compat
-from lowp.formats import AnyFormat, BlockFormat, Format
+from lowp.formats import BlockFormat, Format, FormatLike
 from lowp.formats import format as parse_format
 from lowp.simulation.layers import checked_format
 from lowp.tensor.noise import Domain, Noise
@@ -48,9 +48,7 @@ class MasterWeights:
     largest value, fp16 becomes infinite.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, format: str | AnyFormat, rounding: str = "nearest", seed: int = 0
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, format: FormatLike, rounding: str = "nearest", seed: int = 0) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"MasterWeights takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         if rounding not in ROUNDINGS:
@@ -98,7 +96,7 @@ class MasterWeights:
         self.step = int(saved["step"])
 
 
-def checked_master(format: str | AnyFormat) -> Format:
+def checked_master(format: FormatLike) -> Format:
     """A format that can hold weights from step to step, or a clear error."""
     fmt = parse_format(format)
     checked_format(fmt, "master weights")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lowp.names import covers, matches_nothing, written
-from lowp.simulation.layers import ROLES, SUMS, Rules, Selector, SimulatedLayer, checked_roles
+from lowp.simulation.layers import ALL_ROLES, PRODUCTS, ROLES, SUMS, Rules, Selector, SimulatedLayer, checked_roles
 from lowp.simulation.scales import Scale, checked_scales
 
 Modules = Callable[[], Mapping[str, nn.Module]]  # all modules of the model, by name
@@ -51,6 +51,8 @@ def selected(rules: Rules | None, layers: Sequence[SimulatedLayer], modules: Mod
         formats = checked_roles({role: name for role, name in entry.items() if role != "scale"}, where)
         if formats.get(SUMS) is not None and not any(SUMS in layer.roles for layer in layers if layer.name in names):
             raise ValueError(f"{where}: nothing there multiplies matrices, so that there are no sums to accumulate")
+        if formats.get(PRODUCTS) is not None and not any(PRODUCTS in layer.roles for layer in layers if layer.name in names):
+            raise ValueError(f"{where}: nothing there multiplies matrices, so that there are no operands to round")
         found.append(Rule(names, formats, scales))
     return found
 
@@ -58,7 +60,7 @@ def selected(rules: Rules | None, layers: Sequence[SimulatedLayer], modules: Mod
 def ends(layers: Sequence[SimulatedLayer]) -> Rule:
     """The entry that leaves the first and the last layer with a matrix as they are."""
     with_matrix = [layer.name for layer in layers if layer.has_matrix]
-    return Rule(frozenset({*with_matrix[:1], *with_matrix[-1:]}), dict.fromkeys((*ROLES, SUMS)), {})
+    return Rule(frozenset({*with_matrix[:1], *with_matrix[-1:]}), dict.fromkeys(ALL_ROLES), {})
 
 
 def _matching(key: Selector, layers: Sequence[SimulatedLayer], modules: Modules) -> list[SimulatedLayer]:

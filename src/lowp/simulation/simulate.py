@@ -12,9 +12,10 @@ Roles are tensors that narrow hardware would hold in memory:
 - gradients: of parameters, as each layer's backward pass computes them. (A layer that is called several times in a pass adds up
   rounded ones. Of a parameter that several layers share, the sum is rounded.)
 
-and one that it would not:
+and two that it would not:
 
-- accumulate: the sums inside a matrix product or a convolution, forward and backward, each partial one rounded (`Arithmetic`).
+- accumulate: the sums inside a matrix product or a convolution, forward and backward, each partial one rounded (`Arithmetic`);
+- products: the operands of linear layers' three products, each rounded along the dimension that is summed over (`Products`).
 
 What a module computes inside (an LSTM's gates, attention's scores) and what is computed between modules in plain torch
 operations (the addition of a residual) is not rounded until the next module returns it.
@@ -29,7 +30,17 @@ from torch import nn
 
 from lowp.formats import Rounding
 from lowp.formats import format as parse_format
-from lowp.simulation.layers import ROLES, SUMS, ArithmeticName, FormatName, Rules, SimulatedLayer, checked_format
+from lowp.simulation.layers import (
+    PRODUCTS,
+    ROLES,
+    SUMS,
+    ArithmeticName,
+    FormatName,
+    ProductsName,
+    Rules,
+    SimulatedLayer,
+    checked_format,
+)
 from lowp.simulation.modules import LAYER, check_can_revert, convert, is_simulated, parts, revert, sums_products
 from lowp.simulation.policies.policy import Policy
 from lowp.simulation.ranges import Ranges
@@ -53,6 +64,7 @@ def simulate(
     count_overflow: bool = False,
     exempt_first_last: bool = False,
     policy: Policy | None = None,
+    products: ProductsName = None,
 ) -> Simulation:
     """Let `model` compute in the given formats from now on. It is changed in place; `restore(model)` gives it back.
 
@@ -71,6 +83,7 @@ def simulate(
         exempt_first_last: leave the first and the last layer that have a matrix of weights as they are, unless `layers` says
             otherwise.
         policy: what chooses formats, at the start and while the model trains (policies/); its `start` is called here.
+        products: how the operands of linear layers' products are rounded: a format, or `Products` (products.py).
 
     While a model is simulated, `module.weight` is the rounded weight, as with torch's parametrizations, and cannot be written
     to. The parameter itself is in `named_parameters()`. A module that is called several times in one step rounds with the same
@@ -95,6 +108,7 @@ def simulate(
         errors=errors,
         gradients=gradients,
         accumulate=accumulate,
+        products=products,
         scale=scale,
         layers=layers,
         exempt_first_last=exempt_first_last,
@@ -204,6 +218,7 @@ def _roles(has_parameters: bool, owns_parameters: bool, rounds_output: bool, sum
         "errors": rounds_output,
         "gradients": owns_parameters,
         SUMS: sums,
+        PRODUCTS: sums,
     }
     return frozenset(role for role, is_there in there.items() if is_there)
 

@@ -9,12 +9,15 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowp.simulation.layers import (
+    ALL_ROLES,
     OFF,
+    PRODUCTS,
     ROLES,
     SUMS,
     ArithmeticName,
     FormatName,
     Observer,
+    ProductsName,
     Rules,
     SimulatedLayer,
     checked_format,
@@ -81,7 +84,7 @@ class Simulation:
         self.hooks: Any = WeakTensorKeyDictionary()  # of the parameters that layers share: layer and handle
         self.watch: Observer | None = None  # is shown what rank 0 rounds, in passes that are not compiled
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
-        self._settings = _SimulationSettings(dict.fromkeys((*ROLES, SUMS)), dict.fromkeys(ROLES, NONE), (), False, {})
+        self._settings = _SimulationSettings(dict.fromkeys(ALL_ROLES), dict.fromkeys(ROLES, NONE), (), False, {})
         self._step = self._rank = 0
         self._moment_tensor = torch.zeros((), dtype=torch.int64)
 
@@ -152,12 +155,14 @@ class Simulation:
         errors: FormatName = KEEP,
         gradients: FormatName = KEEP,
         accumulate: ArithmeticName = KEEP,
+        products: ProductsName = KEEP,
         scale: ScaleNames = KEEP,
         layers: Rules | None = KEEP,
         exempt_first_last: bool = KEEP,
     ) -> None:
         """Change formats and scales of the live model; what is not given stays. Layers that were promoted stay promoted."""
-        given = {"weights": weights, "activations": activations, "errors": errors, "gradients": gradients, SUMS: accumulate}
+        given = {"weights": weights, "activations": activations, "errors": errors, "gradients": gradients}
+        given |= {SUMS: accumulate, PRODUCTS: products}
         old = self._settings
         new = old._replace(
             formats={**old.formats, **checked_roles({r: name for r, name in given.items() if name is not KEEP}, "set")},
@@ -187,6 +192,8 @@ class Simulation:
             if layer.name in settings.promoted:
                 rounded = [role for role in ROLES if formats[role] is not None]
                 formats |= dict.fromkeys(rounded, settings.promoted[layer.name])
+            if formats[SUMS] is not None and formats[PRODUCTS] is not None and SUMS in layer.roles:
+                raise ValueError(f"layer {layer.name!r}: accumulate and products cannot be had together yet; give one of them")
             for role in layer.tensor_roles:
                 plan_of(formats[role], scales[role], f"the {role} of {layer.name!r}")
             found.append((layer, formats, scales))
@@ -257,7 +264,7 @@ class Simulation:
             raise ValueError(f"the saved simulation promoted {min(unknown)!r}, which this model does not have")
         self._apply(
             _SimulationSettings(
-                checked_roles(state["formats"], "the saved simulation"),
+                dict.fromkeys(ALL_ROLES) | checked_roles(state["formats"], "the saved simulation"),
                 checked_scales(state["scales"], ROLES, "the saved simulation"),
                 [Rule.from_state(rule, self.layers) for rule in state["rules"]],
                 state["exempt_first_last"],

@@ -274,6 +274,7 @@ class Encode(_Rounder):
 
     nan_to: str
     scaled: bool = False  # are numbers multiplied by a factor first, in their own dtype?
+    by_words: bool = False  # is `codes` given noise of 16 bits?
 
     @cached_property
     def storage(self) -> torch.dtype:
@@ -282,6 +283,27 @@ class Encode(_Rounder):
     @cached_property
     def nan_codes(self) -> tuple[int, int]:
         return _nan_codes(self.fmt, "zero" if self.nan_to in ("raise", "any") else self.nan_to)
+
+    @cached_property
+    def _gaps(self) -> tuple[Table, ...]:
+        """By words: the lengths of gaps, float32 by their bits; infinite where there is nowhere to go."""
+        if not self.by_words or self.stairs is None:
+            return super()._gaps
+        return (Table([bits_of_number(length, F32) for length in self.stairs.gap_lengths], torch.int32),)
+
+    def _entry_by_words(self, bits: Tensor, word: Tensor | None, tables: Tables) -> Tensor:
+        """`_entry`, stochastically, with noise of 16 bits.
+
+        With u the noise as a share of one, the entry above is taken from low + gap * (1 - u) on, computed in float32: a product
+        and a sum that are the same everywhere.
+        """
+        assert self.stairs is not None
+        assert word is not None
+        magnitude = bits & self.carrier.magnitude
+        entry = self.stairs.find(magnitude, bits >> 31, tables)
+        low, gap = (tables[i][entry].view(torch.float32) for i in (1, 3))
+        up = magnitude.view(torch.float32) > low.abs() + gap * (2.0 - grids.one_and_share(word))
+        return entry + up.to(entry.dtype)
 
     @property
     def refuses_nan(self) -> bool:
@@ -301,10 +323,16 @@ class Encode(_Rounder):
 
     def codes(self, bits: Tensor, noise: Tensor | None, tables: Tables) -> Tensor:
         """The codes of numbers given as the carrier's bits, with noise already drawn."""
-        if self.grid is not None:
+        if self.grid is not None and self.by_words:
+            assert noise is not None
+            code = grids.encode_by_words(bits, self.grid, noise, self.nan_to)
+        elif self.grid is not None:
             code = grids.encode(bits, self.grid, noise, self.nan_to)
         elif self.posit is not None:
+            noise = grids.number_of_word(noise) if self.by_words and noise is not None else noise
             code = self._posit_code(bits, noise, tables)
+        elif self.by_words:
+            code = tables[2][self._entry_by_words(bits, noise, tables)]
         else:
             code = tables[2][self._entry(bits, noise, tables)]
             positive, negative = (torch.full_like(bits, nan) for nan in self.nan_codes)
@@ -327,6 +355,7 @@ class Decode:
     dtype: torch.dtype
     scaled: bool = False  # are numbers multiplied by a factor, in `dtype`?
     finite: bool = False  # does it not matter what the codes of infinities and of NaN become?
+    any_nan: bool = False  # does it not matter which NaN comes out?
 
     @property
     def stochastic(self) -> bool:
@@ -352,7 +381,7 @@ class Decode:
         if self.grid is None:
             result = tables[0][stored.to(torch.int32) & ((1 << self.fmt.bits) - 1)]
         else:
-            bits = grids.decode(stored.to(self.carrier.compute), self.grid, self.finite)
+            bits = grids.decode(stored.to(self.carrier.compute), self.grid, self.finite, self.any_nan)
             result = self.target.store(convert(bits, self.carrier, self.target))
         return result if factor is None else (result.view(self.dtype) * factor).view(self.target.storage)
 
@@ -373,11 +402,13 @@ def quantize_operation(fmt: Format, dtype: torch.dtype, rounding: str, saturate:
 
 @lru_cache(maxsize=4096)
 def encode_operation(
-    fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, nan_to: str, scaled: bool = False
+    fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, nan_to: str, scaled: bool = False, by_words: bool = False
 ) -> Encode:
-    return Encode(fmt, dtype, Rounding(rounding), saturate, nan_to, scaled)
+    return Encode(fmt, dtype, Rounding(rounding), saturate, nan_to, scaled, by_words)
 
 
 @lru_cache(maxsize=4096)
-def decode_operation(fmt: Format, dtype: torch.dtype, scaled: bool = False, finite: bool = False) -> Decode:
-    return Decode(fmt, dtype, scaled, finite)
+def decode_operation(
+    fmt: Format, dtype: torch.dtype, scaled: bool = False, finite: bool = False, any_nan: bool = False
+) -> Decode:
+    return Decode(fmt, dtype, scaled, finite, any_nan)

@@ -395,13 +395,57 @@ def _stochastic_steps(steps: Tensor, noise: Tensor | None, g: Grid) -> Tensor:
     return torch.where(noise + covered >= span, whole + 1.0, whole)
 
 
-def decode(code: Tensor, g: Grid, finite: bool = False) -> Tensor:
+def encode_by_words(bits: Tensor, g: Grid, word: Tensor, nan_to: str) -> Tensor:
+    """`encode`, stochastically, with noise of 16 bits: `number_of_word`, for floats that saturate.
+
+    A kernel for a GPU adds 1 + u to the magnitude in steps, u being the noise as a share of a step, and rounds toward zero:
+    what a float has no bits for is cut off, and never changes the whole part of a sum. A second such sum, to 2^23, leaves the
+    whole part in the last bits. (Conversions between floats and integers would take eight times as long as sums.)
+    """
+    c = g.carrier
+    in_floats = floats_pay(bits) and not in_vectors(bits) and g.suits_float_unit and not g.fixed
+    if not in_floats or g.overflow_code != g.max_code:
+        return encode(bits, g, number_of_word(word), nan_to)
+    magnitude = (bits & c.magnitude).clamp(max=g.max_bits)
+    binade = (magnitude & c.infinity).clamp(min=g.lowest_field << c.fraction_bits)
+    inverse = (2 * c.bias + g.mantissa_bits << c.fraction_bits) - binade
+    steps = magnitude.view(c.dtype) * inverse.view(c.dtype)
+    whole = record_sum_cut(steps, one_and_share(word)).view(c.storage)
+    rank = whole + ((binade >> g.dropped) - (0x4B000001 + (g.lowest_field << g.mantissa_bits)))
+    nan_rank = g.nan_code if g.nan_code >= 0 else (0 if nan_to == "zero" else g.max_code)
+    is_nan = (bits & c.magnitude) > c.infinity
+    rank = torch.where(is_nan, _full(rank, nan_rank), rank)
+    sign = (bits >> 31) & (1 << (g.bits - 1))
+    if not g.has_negative_zero or (g.nan_code < 0 and nan_to == "zero"):
+        unsigned = (rank == 0) if not g.has_negative_zero else is_nan
+        sign = torch.where(unsigned, torch.zeros_like(sign), sign)
+    return rank | sign
+
+
+def number_of_word(word: Tensor) -> Tensor:
+    """Noise of 30 bits that stands for 16: the middle of those that begin with them, so that the mean is exact."""
+    return (word << 14) + (1 << 13)
+
+
+def one_and_share(word: Tensor) -> Tensor:
+    """`number_of_word` as a share of one, and one more: float32, from its bits."""
+    return ((word << 7) + 0x3F800040).view(torch.float32)
+
+
+def record_sum_cut(a: Tensor, b: Tensor) -> Tensor:
+    """2^23 + the whole part of a + b, of positive float32 numbers, for a function that is being printed for CUDA."""
+    from lowp.tensor.lists.tracing import record  # which imports this module
+
+    return record("sum_cut", torch.float32, a, b)
+
+
+def decode(code: Tensor, g: Grid, finite: bool = False, any_nan: bool = False) -> Tensor:
     """The bits of the values of codes (computing integers; bits above the format's are ignored). The mode does not matter.
 
-    With `finite` it does not matter what the codes of infinities and of NaN become.
+    With `finite` it does not matter what the codes of infinities and of NaN become, with `any_nan` which of all NaN comes out.
     """
     carrier = g.carrier
-    if finite and (chips := _chips_own(code, g)) is not None:
+    if (finite or any_nan) and (chips := _chips_own(code, g)) is not None:
         return code.to(torch.int8).view(chips).to(torch.float32).view(torch.int32)
     if g.fixed:
         shift = code.dtype.itemsize * 8 - g.bits

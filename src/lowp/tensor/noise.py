@@ -50,6 +50,7 @@ class Domain(enum.IntEnum):
     MASTER = _word("master")  # `lowp.MasterWeights`
     SIMULATION = _word("simulate")  # the tensors of a simulated model
     SIMULATED_SUMS = _word("sums")  # the products inside its layers
+    SIMULATED_PRODUCTS = _word("products")  # the operands of these
     WIRE = _word("wire")  # gradients on their way, real or virtual
     FSDP = _word("fsdp")  # gradients and parameters of a sharded model on their way
 
@@ -63,6 +64,7 @@ STREAMS: dict[Domain, dict[str, int]] = {
     Domain.MASTER: {"parameter": 63},
     Domain.SIMULATION: {"layer": 31, "role": 4, "tensor": 28},
     Domain.SIMULATED_SUMS: {"layer": 31, "product": 32},
+    Domain.SIMULATED_PRODUCTS: {"layer": 31, "operand": 32},
     Domain.WIRE: _PARTS_OF_A_MESSAGE,
     Domain.FSDP: _PARTS_OF_A_MESSAGE,
 }
@@ -253,10 +255,14 @@ def draw(key: Tensor, like: Tensor, bits: int) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """A number of 30 bits for each element, in two parts: rounding to 16 bits mostly needs the upper one alone."""
+    """A number of 30 bits for each element, in two parts: rounding to 16 bits mostly needs the upper one alone.
+
+    `word` are 16 bits that no other draw's word has a part of, for rounding to fewer bits.
+    """
 
     upper: Tensor  # 16 bits
     lower: Tensor  # 14 bits
+    word: Tensor
 
     @property
     def number(self) -> Tensor:
@@ -272,8 +278,8 @@ def draws(key: Tensor, like: Tensor, count: int) -> list[Draw]:
     found: list[Draw] = []
     first = _DRAW_ROUNDS
     while True:
-        found.append(Draw(high, low >> 2))
-        found.append(Draw(((high & 1) << 15) + ((low >> 2) << 1) + (high >> 15), (high >> 1) & 0x3FFF))  # 15 bits and 15
+        found.append(Draw(high, low >> 2, high))
+        found.append(Draw(((high & 1) << 15) + ((low >> 2) << 1) + (high >> 15), (high >> 1) & 0x3FFF, low))  # 15 bits and 15
         if len(found) >= count:
             return found[:count]
         low, high = _philox2(low, high, key, range(first, first + _MORE_ROUNDS))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowp import compat
-from lowp.formats import AnyFormat, BlockFormat, Rounding
+from lowp.formats import AnyFormat, BlockFormat, FormatLike, Rounding
 from lowp.formats import format as parse_format
 from lowp.tensor import block, kernels
 from lowp.tensor.block import BlockCodes
@@ -33,7 +33,7 @@ Seed = int | Tensor | Noise
 
 def quantize(
     x: Tensor,
-    format: str | AnyFormat,
+    format: FormatLike,
     rounding: str = "nearest",
     *,
     saturate: bool = False,
@@ -80,7 +80,7 @@ def quantize(
 
 def encode(
     x: Tensor,
-    format: str | AnyFormat,
+    format: FormatLike,
     rounding: str = "nearest",
     *,
     saturate: bool = False,
@@ -142,7 +142,7 @@ def encode(
 
 def decode(
     codes: Tensor | BlockCodes,
-    format: str | AnyFormat,
+    format: FormatLike,
     *,
     dtype: torch.dtype = torch.float32,
     size: int | None = None,
@@ -305,7 +305,7 @@ def _writes_in_place(x: Tensor, out: Tensor) -> bool:
 
 @in_graph
 def _quantize_in_graph(
-    x: Tensor, format: str | AnyFormat, rounding: str, saturate: bool, as_node: bool, axis: int, *seed: Any
+    x: Tensor, format: FormatLike, rounding: str, saturate: bool, as_node: bool, axis: int, *seed: Any
 ) -> Tensor:
     """`quantize`, as one node of the graph (node.py) if `as_node` and if it suits."""
     if as_node:
@@ -328,7 +328,7 @@ def _decode_in_graph(codes: Any, format: str, dtype: torch.dtype, size: int | No
     return decode(BlockCodes(*codes) if isinstance(codes, tuple) else codes, format, dtype=dtype, size=size, axis=axis)
 
 
-def _name(format: str | AnyFormat) -> str:
+def _name(format: FormatLike) -> str:
     """A format's text, which a graph can hold."""
     return format if isinstance(format, str) else _text(format)
 
@@ -371,8 +371,8 @@ class _FakeQuantize(torch.autograd.Function):
 
 def fake_quantize(
     x: Tensor,
-    forward: str | AnyFormat | None = None,
-    backward: str | AnyFormat | None = None,
+    forward: FormatLike | None = None,
+    backward: FormatLike | None = None,
     rounding: str = "nearest",
     *,
     backward_rounding: str | None = None,

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lowp.formats import Format
+from lowp.formats import Format, FormatLike
 from lowp.formats import format as parse_format
 
 
@@ -22,14 +22,14 @@ def group(bits: int) -> tuple[int, int]:
     return codes, codes * bits // 8
 
 
-def _sub_byte_bits(format: "str | Format") -> int:
+def _sub_byte_bits(format: FormatLike) -> int:
     fmt = parse_format(format)
     if not isinstance(fmt, Format) or fmt.bits > 8:
         raise ValueError(f"packing is for codes of up to 8 bits; {fmt} has {fmt.bits}")
     return fmt.bits
 
 
-def pack(codes: Tensor, format: "str | Format") -> Tensor:
+def pack(codes: Tensor, format: FormatLike) -> Tensor:
     """Pack the codes of each row (the last dimension) without gaps: code i starts at bit i * bits of the row.
 
     The first code lies in the lowest bits; a row of n codes becomes ceil(n * bits / 8) bytes, the rest of the last one zero.
@@ -50,7 +50,7 @@ def pack(codes: Tensor, format: "str | Format") -> Tensor:
     return stream.to(torch.uint8).flatten(-2)[..., : packed_size(count, bits)].contiguous()
 
 
-def check_packed(packed: Tensor, format: "str | Format", size: int) -> int:
+def check_packed(packed: Tensor, format: FormatLike, size: int) -> int:
     """A clear error unless rows of `size` codes may be packed there; how many bits a code has."""
     bits = _sub_byte_bits(format)
     if packed.dtype != torch.uint8 or packed.dim() == 0:
@@ -64,7 +64,7 @@ def check_packed(packed: Tensor, format: "str | Format", size: int) -> int:
     return bits
 
 
-def unpack(packed: Tensor, format: "str | Format", size: int) -> Tensor:
+def unpack(packed: Tensor, format: FormatLike, size: int) -> Tensor:
     """The first `size` codes of each packed row."""
     bits = check_packed(packed, format, size)
     if bits == 8:

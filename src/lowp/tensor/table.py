@@ -70,6 +70,7 @@ class Staircase:
     tables: "tuple[Table, ...]"
     even: Table
     gaps: "tuple[Table, ...]"
+    gap_lengths: "tuple[float, ...]"  # above each entry; infinite where there is nowhere to go
 
     def find(self, magnitude: Tensor, negative: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
         """The entry that each magnitude is rounded to (`tensors` are this staircase's tables, on the magnitudes' device)."""
@@ -162,7 +163,10 @@ def staircase(fmt: Format, carrier: Carrier, mode: Rounding, saturate: bool) -> 
         Table([_code(value, fmt) for value in results], carrier.compute),
     )
     highest = min((last + 1 << shift) - 1, carrier.magnitude)
-    return Staircase(shift, first << shift, highest, tables, Table(even, torch.bool), gap_tables(gaps, carrier))
+    return Staircase(
+        shift, first << shift, highest, tables, Table(even, torch.bool), gap_tables(gaps, carrier),
+        tuple(math.inf if gap is None else gap[1] - gap[0] for gap in gaps),
+    )  # fmt: skip
 
 
 def _code(value: float, fmt: Format) -> int:

@@ -8,7 +8,7 @@ import torch
 from lowp.formats import AnyFormat, Rounding
 from lowp.formats import format as parse_format
 from lowp.optim.loss_scale import LossScale
-from lowp.simulation.layers import checked_format
+from lowp.simulation.layers import checked_format, checked_products
 from lowp.simulation.master import checked_master
 from lowp.simulation.policies import GradientDiversity
 from lowp.simulation.scales import simulated_scale
@@ -16,7 +16,7 @@ from lowp.tensor.matmul import Arithmetic
 from lowp.training.keys import Path, written
 from lowp.training.mistakes import RecipeError, about, nearest
 from lowp.training.numerics import ROLES, arithmetic_of, autocast_dtype, layer_rules, simulated_roles, stored_dtype
-from lowp.training.recipe import STORED, Precision, Recipe
+from lowp.training.recipe import STORED, ArithmeticSettings, Precision, Recipe
 
 _LOSS_SCALES = ("none", "dynamic", "per_layer")
 _OVERFLOWING = ("none", "delayed")  # scales with which numbers can leave their format's range
@@ -29,6 +29,7 @@ def check_precision(recipe: Recipe) -> None:
     _check_rounding(precision)
     _check_scales(precision)
     _check_arithmetic(precision)
+    _check_products(precision)
     _check_storage(precision)
     _check_master(precision)
     _check_loss_scale(precision.loss_scale)
@@ -107,6 +108,22 @@ def _check_arithmetic(precision: Precision) -> None:
     if narrow and autocast_dtype(precision) is not None:
         raise RecipeError(
             f"precision.accumulate: under autocast torch computes in {precision.activations}; sums are simulated in a float32 "
+            "model, or over weights that are stored in 16 bits"
+        )
+
+
+def _check_products(precision: Precision) -> None:
+    of_layers = [(("precision", "layers", name), roles.products) for name, roles in precision.layers.items()]
+    for path, text in ((("precision",), precision.products), *of_layers):
+        if text:
+            with about(*path, "products"):
+                checked_products(text)
+    rounded = precision.products or any(products for _, products in of_layers)
+    if rounded and (precision.accumulate or precision.arithmetic != ArithmeticSettings()):
+        raise RecipeError("precision.products: operands are rounded, or sums are narrow (precision.accumulate); not both yet")
+    if rounded and autocast_dtype(precision) is not None:
+        raise RecipeError(
+            f"precision.products: under autocast torch computes in {precision.activations}; operands are rounded in a float32 "
             "model, or over weights that are stored in 16 bits"
         )
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lowp.invocation import VARIABLE, program
 from lowp.training.recipe import Recipe
 from lowp.training.rendezvous import FOLDER
 from lowp.training.rundir import check_directory
@@ -106,6 +107,7 @@ def _of_ranks(folder: str, ranks: int, threads: int) -> dict[str, str]:
     """What ranks are told by their environment, besides what the agent tells each of them."""
     return {
         FOLDER: folder,
+        VARIABLE: program(),
         PARENT: str(os.getpid()),
         "OMP_NUM_THREADS": str(threads_of_a_rank(threads, ranks)),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # they find the modules that this process finds

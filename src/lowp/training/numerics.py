@@ -108,11 +108,12 @@ class Numerics:
         layers, arithmetic = layer_rules(precision), arithmetic_of(precision)
         formats: dict[str, Any] = simulated_roles(precision) | (self._switch.changes() if self._switch else {})
         self.simulation = None
-        if formats or layers or arithmetic or self._schedule:
+        if formats or layers or arithmetic or precision.products or self._schedule:
             self.simulation = simulate(
                 model,
                 **formats,
                 accumulate=arithmetic,
+                products=precision.products or None,
                 rounding=precision.rounding,
                 scale=precision.scale,
                 layers=layers,

@@ -100,6 +100,7 @@ class LayerRoles(Roles):
 
     scale: str = Field("", description='of all roles of these layers; "": as precision.scale')
     accumulate: str | None = Field(None, description="the format of sums inside these layers; fp32: as torch computes them")
+    products: str | None = Field(None, description="what becomes of these layers' operands; fp32: nothing")
 
 
 class Phase(Roles):
@@ -158,6 +159,10 @@ class Precision(Section):
     exempt_first_last: bool = Field(False, description="leave the first and the last layer with a matrix as they are")
     accumulate: str = Field("", description='sums of products inside layers, in a format; "": as torch computes them')
     arithmetic: ArithmeticSettings = ArithmeticSettings()
+    products: str = Field(
+        "",
+        description='operands of linear layers: a format, then stochastic, square, hadamard N, errors FORMAT; "": as they are',
+    )
     state: str | dict[str, str] = Field("", description='optimizer states: a format of 8 to 16 bits; "": as the weights')
     master: str = Field("", description='what the optimizer keeps of the weights, in a float32 model: a format; "": fp32')
     update: Literal["", "nearest", "stochastic", "kahan"] = Field(

@@ -16,6 +16,7 @@ MASTER_ADDR alone. torch's own would listen on every interface here, too.
 import ipaddress
 import os
 import socket
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 FOLDER = "LOWP_RENDEZVOUS"  # the environment variable that tells local ranks where to meet
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LOOPBACK = "lo"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def attempt() -> str:

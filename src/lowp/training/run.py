@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowp.health.audit import audit
+from lowp.invocation import command
 from lowp.tensor.lists.function import plain_because
 from lowp.training import saving
 from lowp.training.account import Account
@@ -225,7 +226,7 @@ class _TrainingRun:
         self._save()
         where = f"stopped by {signal} after step {self.trainer.step} of {self.trainer.steps}"
         if self.directory is not None:
-            self.outputs.say(f"{where}; go on with: lowp train {self.directory.path} --resume")
+            self.outputs.say(f"{where}; go on with: {command('train', self.directory.path, '--resume')}")
         self.outputs.status(state="stopped", message=where)
         return {"kind": "stopped", "step": self.trainer.step, "signal": signal}
 

@@ -15,7 +15,6 @@ gone, so a lock that is held is waited for, a few seconds.
 Only rank 0 touches these files.
 """
 
-import fcntl
 import json
 import os
 import platform
@@ -26,8 +25,8 @@ from pathlib import Path
 from typing import Any, Self
 from weakref import WeakSet
 
+from lowp.machine import try_lock
 from lowp.training.durable import explained, make_directory, partial_of, replace_file, sync_directory
-from lowp.training.environment import environment as environment
 from lowp.training.json_lines import JsonLines as JsonLines
 from lowp.training.json_lines import read_lines as read_lines
 
@@ -182,7 +181,7 @@ def _wait_for_lock(file: FileIO, run: Path) -> None:
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return try_lock(file)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise RunError(f"output directory {run} is in use by {_holder(file)}") from None

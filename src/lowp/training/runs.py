@@ -7,7 +7,6 @@ Where the run has ended, its `end` record is the last word; before that, the las
 killed still calls itself running. Its lock tells: it dies with the process.
 """
 
-import fcntl
 import json
 import re
 import tomllib
@@ -18,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lowp.machine import HAS_LOCKS, try_lock
 from lowp.names import did_you_mean
 from lowp.notebook import html_table
 from lowp.training.rundir import ENVIRONMENT, LOCK, RECIPE, STATUS
@@ -58,14 +58,15 @@ class Run:
     damage: tuple[str, ...]  # a line for each thing that could not be read
 
     @classmethod
-    def read(cls, path: Path) -> "Run":
-        """The run in directory `path`; ValueError where there is none."""
+    def read(cls, path: Path, *, briefly: bool = False) -> "Run":
+        """The run in directory `path`; ValueError where there is none. `briefly`: `records` are only those that the figures
+        are taken from, and lines that no figure needs are not parsed: enough for a list of many runs."""
         if not is_run(path):
             raise ValueError(f"{path} is no run: it has neither {RECIPE} nor {METRICS}")
         damage: list[str] = []
         recipe = _recipe(path / RECIPE, damage)
         status = _object(path / STATUS, damage)
-        records = read_records(path / METRICS, damage)
+        records = read_records(path / METRICS, damage, briefly=briefly)
         state = status.get("state", "unknown")
         return cls(
             path=path,
@@ -109,8 +110,16 @@ def is_run(path: Path) -> bool:
 
 
 def runs_under(root: Path) -> list[Path]:
-    """The directories of the runs directly under `root`, by name."""
-    return sorted(path for path in root.iterdir() if is_run(path)) if root.is_dir() else []
+    """The directories of the runs under `root`, by name: directly, or in a directory of several, as `lowp demo` makes them."""
+    if not root.is_dir():
+        return []
+    found: list[Path] = []
+    for path in sorted(root.iterdir()):
+        if is_run(path):
+            found.append(path)
+        elif path.is_dir():
+            found += sorted(inner for inner in path.iterdir() if is_run(inner))
+    return found
 
 
 def find_run(name: str, root: Path) -> Path:
@@ -118,7 +127,7 @@ def find_run(name: str, root: Path) -> Path:
     for path in (Path(name), root / name):
         if is_run(path):
             return path
-    names = [path.name for path in runs_under(root)]
+    names = [str(path.relative_to(root)) for path in runs_under(root)]
     if not names:
         raise ValueError(f"unknown run {name!r}: it is no run's directory, and there are no runs under {root}")
     raise ValueError(
@@ -145,17 +154,45 @@ def differences(recipes: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
-def read_records(path: Path, damage: list[str]) -> list[Record]:
+def read_records(path: Path, damage: list[str], *, briefly: bool = False) -> list[Record]:
     """The whole lines of a metrics.jsonl; what is wrong with the others goes to `damage`, in one line."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        text = path.read_bytes().decode(errors="replace")
     except FileNotFoundError:
         return []
-    parsed = [(number, _parsed(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    torn = [str(number) for number, record in parsed if record is None]
+    lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line and not line.isspace()}
+    needed = _needed(lines) if briefly else lines
+    records, torn = [], []
+    for number, line in lines.items():
+        if number in needed or not (line[0] == "{" and line[-1] == "}"):
+            record = _parsed(line)
+            if record is None:
+                torn.append(str(number))
+            else:
+                records.append(record)
     if torn:
-        damage.append(f"{path}: skipped {len(torn)} damaged of {len(parsed)} lines (line {_some(torn)})")
-    return [record for _, record in parsed if record is not None]
+        damage.append(f"{path}: skipped {len(torn)} damaged of {len(lines)} lines (line {_some(torn)})")
+    return records
+
+
+def _needed(lines: dict[int, str]) -> set[int]:
+    """The lines that `_figures` reads: the last of each kind, and all tests of a run that has not ended."""
+    found: dict[str, int] = {}
+    tests, last = [], ""
+    for number, line in reversed(lines.items()):
+        begin = _KIND.match(line)
+        kind = begin[1] if begin and line[-1] == "}" else str((_parsed(line) or {}).get("kind", ""))
+        if kind:
+            found.setdefault(kind, number)
+        if kind == "test":
+            tests.append(number)
+        last = last or (kind if kind != "event" else "")
+        if last == "end" and len(found.keys() & {"train", "test"}) == 2:
+            break
+    return {*found.values(), *(tests if last != "end" else ())}
+
+
+_KIND = re.compile(r'\{"kind": "(\w+)"')  # as our own lines begin
 
 
 def _parsed(line: str) -> Record | None:
@@ -199,8 +236,8 @@ def _figures(records: list[Record], status: Record, recipe: dict[str, Any]) -> d
 
 def _recipe(path: Path, damage: list[str]) -> dict[str, Any]:
     try:
-        own, rest = _taken_apart(path.read_text())
-        return tomllib.loads(own) | _toml(rest)
+        own, rest = _taken_apart(path.read_bytes().decode())
+        return own | _toml(rest)
     except FileNotFoundError:
         damage.append(f"{path} is missing")
     except ValueError as error:  # no TOML, or no text
@@ -208,14 +245,14 @@ def _recipe(path: Path, damage: list[str]) -> dict[str, Any]:
     return {}
 
 
-_OF_ONE_RUN = re.compile(r'^(?:name = "[\w.-]+"|seed = \d+)(?: *#.*)?$', re.MULTILINE)
+_OF_ONE_RUN = re.compile(r'^(?:name = "([\w.-]+)"|seed = (\d+))(?: *#.*)?$', re.MULTILINE)
 
 
-def _taken_apart(text: str) -> tuple[str, str]:
-    """The lines that differ from run to run of one setting, and the rest. To parse TOML takes most of the time of reading a
+def _taken_apart(text: str) -> tuple[dict[str, Any], str]:
+    """The values that differ from run to run of one setting, and the rest. To parse TOML takes most of the time of reading a
     run, and of the runs of a study it is the same text again and again."""
     head, bracket, tables = text.partition("\n[")
-    own = "\n".join(_OF_ONE_RUN.findall(head))
+    own = {"seed" if seed else "name": int(seed) if seed else name for name, seed in _OF_ONE_RUN.findall(head)}
     return own, _OF_ONE_RUN.sub("", head) + bracket + tables
 
 
@@ -226,7 +263,7 @@ def _toml(text: str) -> dict[str, Any]:
 
 def _object(path: Path, damage: list[str]) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except ValueError as error:
@@ -239,10 +276,10 @@ def _abandoned(lock: Path) -> bool:
     """Whether nobody holds the lock. To ask is to take it, for a moment, beside others who ask."""
     try:
         with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try_lock(file, shared=True)
     except OSError:  # held; or there is no lock to ask
         return False
-    return True
+    return HAS_LOCKS
 
 
 def _start(environment: dict[str, Any]) -> datetime | None:

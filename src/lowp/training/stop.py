@@ -9,6 +9,7 @@ minute.
 """
 
 import signal
+import threading
 import time
 from types import FrameType
 from typing import Any
@@ -41,7 +42,8 @@ class Stop:
         return self
 
     def _listen(self, each: signal.Signals) -> None:
-        if each not in self._before:
+        in_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+        if each not in self._before and in_main:
             self._before[each] = signal.signal(each, self._asked)
 
     def __exit__(self, *exception: object) -> None:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from lowp.formats import usual_name
 from lowp.training.keys import BARE, Path, written
 from lowp.training.mistakes import RecipeError
 from lowp.training.recipe import LayerRoles, Phase, Promote, Recipe, Section, Switch
@@ -36,7 +37,12 @@ def to_toml(recipe: Recipe, comments: bool = True) -> str:
 
 
 def plain(value: Any, path: Path = ()) -> Any:
-    """Sections as dictionaries, tuples as lists: what JSON and TOML can say. Anything else is refused."""
+    """Sections as dictionaries, tuples as lists: what JSON and TOML can say. Anything else is refused.
+
+    Formats get the names that are usual here: of "bfloat16", and of torch.bfloat16, "bf16".
+    """
+    if path and path[0] in ("precision", "wire", "parallel"):
+        value = usual_name(value)
     if len(path) > DEEPEST:
         raise RecipeError(f"{written(path[:2])}: tables and lists are nested more than {DEEPEST} deep")
     if isinstance(value, Section):

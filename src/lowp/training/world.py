@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowp.machine import usable_cores
 from lowp.training.rendezvous import attempt, choose_interface, store_of_ranks
 from lowp.wire.faults import CollectiveError
 
@@ -150,7 +151,7 @@ def threads_of_a_rank(recipe: int, sharing: int) -> int:
         if not asked.isdecimal() or int(asked) == 0:
             raise ValueError(f"OMP_NUM_THREADS is {os.environ['OMP_NUM_THREADS']!r}, not a number of threads")
         return int(asked)
-    return max(1, len(os.sched_getaffinity(0)) // sharing)
+    return max(1, usable_cores() // sharing)
 
 
 def _tensor(message: bytes) -> Tensor:

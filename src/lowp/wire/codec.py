@@ -26,7 +26,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat, BlockFormat, Format, Rounding, reference
+from lowp.formats import AnyFormat, BlockFormat, Format, FormatLike, Rounding, reference
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.tensor.block import BlockCodes
@@ -355,7 +355,7 @@ def placed_bits(bits: int) -> tuple[tuple[int, int, int], ...]:
     return tuple((byte, vector, shift) for byte, vector, shift in every if -bits < shift < 8)
 
 
-def codec_of(text: "str | AnyFormat | Codec", rounding: str = "nearest", scale: "str | Scale | None" = None) -> Codec:
+def codec_of(text: "FormatLike | Codec", rounding: str = "nearest", scale: "str | Scale | None" = None) -> Codec:
     """A codec from a format ("e5m2"), or from top-k's notation: "topk:.01", "topk:.01:e4m3fn", "topk:.01:e4m3fn:all".
 
     Top-k's last word says for how many ranks' choices a sum has room: a number, or "all". Without a scale it is the format's

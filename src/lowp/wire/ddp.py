@@ -39,7 +39,7 @@ class Handle:
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, compressor: Compressor, switch: "_HookSwitch", check_replicas: bool
+        self, ddp: DistributedDataParallel, compressor: Compressor, switch: "HookSwitch", check_replicas: bool
     ) -> None:
         self._ddp = weakref.ref(ddp)  # the model's reducer keeps us, and would keep the model, which keeps the reducer
         self._parameters = synchronised(ddp)
@@ -56,6 +56,11 @@ class Handle:
     def compresses(self) -> bool:
         """False where `reduction="auto"` found that compression does not pay, and after `remove`."""
         return self._switch.handle is self
+
+    @property
+    def model(self) -> DistributedDataParallel | None:
+        """The model whose gradients these are; None when it is gone."""
+        return self._ddp()
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -162,7 +167,7 @@ class Handle:
             check_replicas(gradients, self._compressor.parent, "gradient of")
 
 
-class _HookSwitch:
+class HookSwitch:
     """The state of the one hook that a model gets from us. DDP takes one hook and never gives it back, so the hook stays.
 
     The hook asks here for the handle that reduces a bucket. After `remove` there is none, and DDP's own all-reduce is used.
@@ -175,13 +180,13 @@ class _HookSwitch:
         self.group = group
         self.handle: Handle | None = None
 
-    def __reduce__(self) -> tuple[type["_HookSwitch"], tuple[()]]:
-        return _HookSwitch, ()
+    def __reduce__(self) -> "tuple[type[HookSwitch], tuple[()]]":
+        return HookSwitch, ()
 
 
-_Switch = _HookSwitch  # its name in models that were saved before
+_Switch = _HookSwitch = HookSwitch  # its names in models that were saved before
 
-_switches: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSwitch]" = weakref.WeakKeyDictionary()
+_switches: "weakref.WeakKeyDictionary[DistributedDataParallel, HookSwitch]" = weakref.WeakKeyDictionary()
 
 
 def compress_gradients(
@@ -269,7 +274,7 @@ def compress_gradients(
         raise ValueError(f"all parameters must be on one device, not on {', '.join(map(str, devices))}")
     names = all_names(ddp.module)
     compressor = Compressor(parameters, settings, group=ddp.process_group, device=devices.pop(), names=names)
-    switch = _switches.get(ddp) or _HookSwitch(ddp.process_group)
+    switch = _switches.get(ddp) or HookSwitch(ddp.process_group)
     handle = Handle(ddp, compressor, switch, check_replicas)
     if not compressor.compresses:
         return handle  # DDP's own way is the fastest for float32
@@ -281,12 +286,12 @@ def compress_gradients(
     return handle
 
 
-def switch_to(ddp: DistributedDataParallel, handle: Any, switch: "_HookSwitch | None" = None) -> "_HookSwitch":
+def switch_to(ddp: DistributedDataParallel, handle: Any, switch: "HookSwitch | None" = None) -> "HookSwitch":
     """From now on this one's `_hook` is called with every bucket."""
-    switch = switch or _switches.get(ddp) or _HookSwitch(ddp.process_group)
+    switch = switch or _switches.get(ddp) or HookSwitch(ddp.process_group)
     if ddp not in _switches:
         try:
-            ddp.register_comm_hook(switch, _hook)
+            ddp.register_comm_hook(switch, reduce_bucket)
         except RuntimeError as error:
             raise RuntimeError(f"this model has another communication hook already: {error}") from None
         _switches[ddp] = switch
@@ -294,20 +299,46 @@ def switch_to(ddp: DistributedDataParallel, handle: Any, switch: "_HookSwitch | 
     return switch
 
 
-def _hook(switch: _HookSwitch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # DDP looks at name and annotations
+def adopt_switch(ddp: DistributedDataParallel, switch: HookSwitch) -> None:
+    """Somebody else has registered `reduce_bucket`, or a hook that calls it, with this switch."""
+    switch.group = ddp.process_group
+    _switches[ddp] = switch
+
+
+def reduce_bucket(switch: HookSwitch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # DDP looks at the annotations
+    """The hook."""
     return allreduce_hook(switch.group, bucket) if switch.handle is None else switch.handle._hook(bucket)
+
+
+_hook = reduce_bucket  # its name in models that were saved before
 
 
 def _checked(model: Any) -> DistributedDataParallel:
     """The DDP model, out of torch.compile's wrapper, if it can be compressed now."""
     wrapped = compat.uncompiled(model)
     if not isinstance(wrapped, DistributedDataParallel):
-        raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {type(wrapped).__name__}")
+        found = type(wrapped).__name__
+        raise TypeError(f"compress_gradients takes a DistributedDataParallel model, not {found}; {_where(wrapped)}")
     if wrapped in _switches and _switches[wrapped].handle is not None:
         raise RuntimeError("the gradients of this model are compressed already: call remove() on the handle of that first")
     if compat.has_no_buckets(wrapped):
         raise RuntimeError("torch._dynamo.config.optimize_ddp = 'python_reducer' has no buckets: compress_gradients needs them")
     return wrapped
+
+
+def _where(model: Any) -> str:
+    """Where the wrapped model is to be found in trainers that wrap it themselves."""
+    from torch.distributed.fsdp import FSDPModule  # half a second, for an error
+
+    if isinstance(model, FSDPModule):
+        return "for FSDP2 take lowp.fsdp.compress"
+    if type(model).__module__.startswith("deepspeed."):
+        return "DeepSpeed reduces gradients by itself and offers no place for this (docs/INTEGRATIONS.md)"
+    return (
+        "trainers keep the wrapped one in trainer.model_wrapped (transformers, while it trains) or trainer.strategy.model "
+        "(Lightning), or return it from accelerator.prepare(model) and ray.train.torch.prepare_model(model); "
+        "lowp.integrations has a class for each"
+    )
 
 
 def synchronised(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Size
 
-from lowp.formats import AnyFormat
+from lowp.formats import AnyFormat, FormatLike, usual_name
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.names import SMALL, covers, unmatched
@@ -18,7 +18,7 @@ from lowp.wire.reductions.base import Reduction, default_accumulate
 from lowp.wire.scaling import Scale, scale_of
 
 NONFINITE = ("propagate", "skip", "raise")
-Formatish = str | AnyFormat | Codec
+Formatish = FormatLike | Codec
 Scheduled = Formatish | Mapping[int, Formatish] | Callable[[int], Formatish]
 
 UNCOMPRESSED = Codec(FP32, scale=Scale("none"))
@@ -50,7 +50,7 @@ class Settings:
         scale: "str | Scale | None" = None,
         rounding: str = "nearest",
         reduction: "str | Reduction" = "two_shot",
-        accumulate: "str | AnyFormat | None" = None,
+        accumulate: "FormatLike | None" = None,
         kahan: bool = False,
         skip: "str | Iterable[str]" = (),
         layers: "Mapping[str, Scheduled] | None" = None,
@@ -74,14 +74,14 @@ class Settings:
         if reduction != "auto":
             reduction = reduction_of(reduction)
         settings = cls(
-            format=dict(format) if isinstance(format, Mapping) else format,
+            format=_usual(format),
             scale=None if scale is None else scale_of(scale),
             rounding=rounding,
             reduction=reduction,
             accumulate=None if accumulate is None else check_format(parse_format(accumulate)),
             kahan=kahan,
             skip=skip,
-            layers=dict(layers or {}),
+            layers={pattern: _usual(choice) for pattern, choice in (layers or {}).items()},
             error_feedback=error_feedback,
             nonfinite=nonfinite,
             seed=seed,
@@ -182,6 +182,13 @@ class Settings:
         if any(callable(choice) and not isinstance(choice, Codec) for choice in self._choices):
             return "default"
         return ",".join(dict.fromkeys(str(codec.scale) for codec in self.codecs() if codec != UNCOMPRESSED)) or "local"
+
+
+def _usual(choice: Scheduled) -> Scheduled:
+    """With names that are the same on all ranks and in all states, whatever a user calls a format."""
+    if isinstance(choice, Mapping):
+        return {step: usual_name(each) for step, each in choice.items()}
+    return usual_name(choice)
 
 
 class Parameters:

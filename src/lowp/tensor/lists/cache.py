@@ -29,7 +29,7 @@ class UnsafeCache(PermissionError):
 
 def load_library(name: str, make: Callable[[], bytes]) -> ctypes.CDLL:
     """The library of that name, which `make` compiles if it is not there, or not whole. A name stands for one content."""
-    path = _folder()
+    path = cache_folder()
     folder = _open_folder(path)
     try:
         if not _is_whole(folder, name, path):
@@ -39,7 +39,17 @@ def load_library(name: str, make: Callable[[], bytes]) -> ctypes.CDLL:
         os.close(folder)
 
 
-def _folder() -> str:
+def check_cache() -> None:
+    """OSError where kernels cannot be kept: the folder is somebody else's, or nothing can be written there."""
+    folder = _open_folder(cache_folder())
+    try:
+        if not os.access(cache_folder(), os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), cache_folder())
+    finally:
+        os.close(folder)
+
+
+def cache_folder() -> str:
     """LOWP_CACHE, which may be a symbolic link of the user's, or a folder among temporary files, which may not be one."""
     named = os.environ.get("LOWP_CACHE")
     return os.path.realpath(named) if named else os.path.join(tempfile.gettempdir(), f"lowp-kernels-{os.getuid()}")

@@ -28,10 +28,14 @@ from lowp.tensor.table import Table
 
 _CPU_CHUNK = 1 << 14  # elements: all arguments of a chunk fit into a core's cache
 _WORTH_THREADS = 1 << 16  # elements
-_CUDA_CHUNK = 1 << 9
-_CUDA_EACH = 128  # elements of a warp
-_CUDA_BLOCKS = 1 << 9  # elements of as many blocks as a program works on (1024: a fifth slower)
+# Measured on an H200 (docs/LOG.md). A program of several steps looks up once what a tensor has of its own.
+_CUDA_CHUNK, _CUDA_STEPS = 1 << 9, 16  # elements of a step; steps of a program, at most
+_CUDA_EACH = 128  # elements of a warp: 4 a thread
+_CUDA_BLOCKS, _CUDA_BLOCK_STEPS = 1 << 10, 4  # the same for steps of several blocks
+_CUDA_BLOCK_EACH = 256  # so that a warp has a whole block, and finds its largest number by itself
+_CUDA_BLOCK_REGISTERS = 128  # of a thread, at most
 _CUDA_REDUCED = 1 << 13  # where only reductions come out: fewer of them wait for each other at the end
+_CUDA_PROGRAMS = 1 << 10  # at least, before one of them takes more steps
 LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip` holds is not below it
 
 
@@ -39,7 +43,7 @@ LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip
 class Chunks:
     """The chunks of one launch: the tensor that each is of, its first element; how many elements a chunk of each tensor has.
 
-    On CUDA a chunk has `rows` stretches of up to `size` elements.
+    On CUDA a chunk has up to `steps` times `rows` stretches of up to `size` elements.
     """
 
     tensors: Any
@@ -47,6 +51,7 @@ class Chunks:
     sizes: Any
     size: int = 0
     rows: int = 1
+    steps: int = 1
 
 
 class Lists:
@@ -59,18 +64,20 @@ class Lists:
     """
 
     def __init__(self, rows: Sequence[Sequence[Tensor]], widths: Sequence[int] | None = None, work: int | None = None) -> None:
-        self.rows: list[list[Any]] = [list(row) for row in rows]
-        self.device = self.rows[0][0].device
-        self.lengths = [row[0].numel() for row in self.rows]
+        self._rows: list[list[Any]] = [list(row) for row in rows]
+        self._given: dict[int, Sequence[Any]] = {}  # by column, where other tensors were given
+        self.tensors = len(self._rows)
+        self.device = self._rows[0][0].device
+        self.lengths = [row[0].numel() for row in self._rows]
         self.elements = sum(self.lengths)
         self.work = self.elements if work is None else work
         self.widths = list(widths) if widths is not None else [max(length, 1) for length in self.lengths]
-        self.columns = len(self.rows[0])
-        self._pointers = np.array([[x.data_ptr() for x in row] for row in self.rows], dtype=np.int64)
+        self.columns = len(self._rows[0])
+        self._pointers = np.array([[x.data_ptr() for x in row] for row in self._rows], dtype=np.int64)
         self.arrays = tuple(self._put(x) for x in (self._pointers, np.array(self.lengths), np.array(self.widths)))
         self.aligned = _are_aligned(self._pointers)
         self._replaced: dict[int, list[int]] = {}
-        self._chunks: dict[tuple[bool, int], list[Chunks]] = {}
+        self._chunks: dict[tuple[bool, bool], list[Chunks]] = {}
         self._room: dict[int, Tensor] = {}
         self.prepared: dict[Any, Any] = {}  # by kernel: what it has found out about these lists
 
@@ -81,8 +88,7 @@ class Lists:
 
     def replace(self, column: int, tensors: Sequence[Tensor], pointers: list[int]) -> None:
         """Other tensors for one argument: gradients are new ones in every step, mostly at the same addresses as before."""
-        for row, tensor in zip(self.rows, tensors, strict=True):
-            row[column] = tensor
+        self._own(column, tensors)
         if pointers != self._replaced.get(column):
             self._replaced[column] = pointers
             self._pointers[:, column] = pointers
@@ -92,47 +98,65 @@ class Lists:
 
     def release(self, column: int) -> None:
         """Keep no tensor of this argument alive. It must be replaced before the next call."""
-        for row in self.rows:
-            row[column] = None
+        self._own(column, (None,) * self.tensors)
+
+    def _own(self, column: int, tensors: Sequence[Any]) -> None:
+        if column not in self._given:  # what was there at first is not kept alive
+            for row in self._rows:
+                row[column] = None
+        self._given[column] = tensors
+
+    @property
+    def rows(self) -> list[list[Any]]:
+        """The tensors, for who does not use their addresses."""
+        return [
+            [self._given.get(c, row)[i if c in self._given else c] for c in range(len(row))] for i, row in enumerate(self._rows)
+        ]
 
     def room(self, reductions: int) -> Tensor:
         """For reductions, int64 [reductions, tensors]; the next call with as many uses it again."""
         if reductions not in self._room:
-            self._room[reductions] = torch.zeros((reductions, len(self.rows)), dtype=torch.int64, device=self.device)
+            self._room[reductions] = torch.zeros((reductions, self.tensors), dtype=torch.int64, device=self.device)
         return self._room[reductions]
 
-    def chunks(self, of_blocks: bool, size: int = _CUDA_CHUNK) -> list[Chunks]:
+    def chunks(self, of_blocks: bool, writes: bool = True) -> list[Chunks]:
         """One launch or, for blocks on CUDA, one for each power of two that their widths fit into."""
-        if (of_blocks, size) not in self._chunks:
-            self._chunks[of_blocks, size] = self._cut(of_blocks, size)
-        return self._chunks[of_blocks, size]
+        if (of_blocks, writes) not in self._chunks:
+            self._chunks[of_blocks, writes] = self._cut(of_blocks, writes)
+        return self._chunks[of_blocks, writes]
 
-    def _cut(self, of_blocks: bool, size: int) -> list[Chunks]:
-        everyone = range(len(self.rows))
+    def _cut(self, of_blocks: bool, writes: bool) -> list[Chunks]:
         if self.device.type == "cpu":
             steps = [width * max(1, _CPU_CHUNK // width) if of_blocks else _CPU_CHUNK for width in self.widths]
-            return [self._starts(everyone, steps)]
-        backwards = size == _CUDA_CHUNK  # what writes begins where what measured has ended: that is still in the cache
+            return [self._starts(range(self.tensors), steps)]
+        return self.cut_for_cuda(of_blocks, writes)
+
+    def cut_for_cuda(self, of_blocks: bool, writes: bool) -> list[Chunks]:
+        everyone = range(self.tensors)
+        backwards = writes  # it begins where what measured has ended: that is still in the cache
+        size, most = (_CUDA_BLOCKS, _CUDA_BLOCK_STEPS) if of_blocks else (_CUDA_CHUNK, _CUDA_STEPS)
+        steps = max(1, min(most, self.elements // (size * _CUDA_PROGRAMS))) if writes else 1
         if not of_blocks:
+            size = size if writes else _CUDA_REDUCED
             size = min(size, max(32, 1 << (max(self.lengths) - 1).bit_length()))  # a table of a few tensors is short
-            return [self._starts(everyone, [size] * len(self.rows), size, 1, backwards)]
+            return [self._starts(everyone, [steps * size] * self.tensors, size, 1, steps, backwards)]
         sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
         found = []
         for own in sorted(set(sizes)):
-            rows = max(1, _CUDA_BLOCKS // own)
+            rows = max(1, size // own)
             members = [i for i in everyone if sizes[i] == own]
-            found.append(self._starts(members, [rows * width for width in self.widths], own, rows, backwards))
+            found.append(self._starts(members, [steps * rows * width for width in self.widths], own, rows, steps, backwards))
         return found
 
     def _starts(
-        self, members: Sequence[int], steps: Sequence[int], size: int = 0, rows: int = 1, backwards: bool = False
+        self, members: Sequence[int], each: Sequence[int], size: int = 0, rows: int = 1, steps: int = 1, backwards: bool = False
     ) -> Chunks:
-        starts = [np.arange(0, self.lengths[i], steps[i], dtype=np.int64) for i in members]
+        starts = [np.arange(0, self.lengths[i], each[i], dtype=np.int64) for i in members]
         tensors = [np.full(len(own), i, dtype=np.int32) for i, own in zip(members, starts, strict=True)]
         order = slice(None, None, -1 if backwards else 1)
-        cut = np.concatenate(tensors)[order], np.concatenate(starts)[order], np.array(steps, dtype=np.int64)
+        cut = np.concatenate(tensors)[order], np.concatenate(starts)[order], np.array(each, dtype=np.int64)
         there = [self._put(part) for part in cut]
-        return Chunks(there[0], there[1], there[2], size, rows)
+        return Chunks(there[0], there[1], there[2], size, rows, steps)
 
 
 def _are_aligned(pointers: np.ndarray) -> bool:
@@ -156,6 +180,7 @@ class ListFunction:
     tables: tuple[Table, ...] = ()
     reductions: tuple[str, ...] = ()
     words: int = 0  # of the first numbers, that have 16 bits and no sign: the keys of noise
+    aside: str = ""  # what else is written: "most" of the first reduction over all tensors, or what "skip" holds
 
     @property
     def of_blocks(self) -> bool:
@@ -168,20 +193,31 @@ class ListFunction:
         scalars: Sequence[float],
         skip: Tensor | None = None,
         into: Tensor | None = None,
+        aside: Tensor | None = None,
+        clear: bool = True,
     ) -> Tensor:
         """Apply to all. `numbers` is [numbers, tensors]. `skip` is one integer; if it is not below LIMIT, nothing happens.
 
         Returns the reductions, int64 [reductions, tensors]: `into`, or memory that the next call for these lists may use again.
+        Without `clear` they are added to what is there. `aside` is one integer (int64): of "most" the larger one of what is
+        there and what is found; what `skip` holds is written there in any case, and may be written to pinned memory.
         """
         reduced = lists.room(len(self.reductions)) if into is None else into
-        if self.reductions:
+        if self.reductions and clear:
             reduced.zero_()
         if lists.elements == 0:
             return reduced
         # At once where plain operations would be a hundred launches, or where an audit would see their temporaries.
         at_once = lists.device.type == "cuda" or dispatch_mode_count() > 0
         kernel = kernels.get_or_build(self, lists.device, kernels.SMALL if at_once else lists.work, _build)
+        if isinstance(kernel, _TritonListKernel):
+            kernel(lists, numbers, scalars, skip, reduced, aside)
+            return reduced
         (kernel or self._plain)(lists, numbers, scalars, skip, reduced)
+        if aside is not None and self.aside == "most":
+            torch.maximum(aside, reduced[0].amax(), out=aside)
+        elif aside is not None and skip is not None:
+            aside.copy_(skip, non_blocking=True)
         return reduced
 
     def shaped(self, row: Sequence[Tensor], width: int) -> list[Tensor]:
@@ -202,7 +238,10 @@ class ListFunction:
                 result = result.expand_as(shaped[place]).to(shaped[place].dtype)
                 shaped[place].copy_(result if skip is None else torch.where(skip.view(()) < LIMIT, result, shaped[place]))
             for number, (kind, result) in enumerate(zip(self.reductions, results[len(self.writes) :], strict=True)):
-                reduced[number, i] = result.to(torch.int64).amax() if kind == "max" else result.sum(dtype=torch.int64)
+                if kind == "max":
+                    reduced[number, i].clamp_(min=result.to(torch.int64).amax())
+                else:
+                    reduced[number, i] += result.sum(dtype=torch.int64)
 
 
 def plain_because(device: torch.device) -> str | None:
@@ -254,7 +293,7 @@ class _CppListKernel:
         where, chunks, threads = lists.prepared[self]
         shared = np.array(scalars, dtype=np.float32)
         self._run(
-            *where[:3], numbers.data_ptr(), len(lists.rows), lists.columns, shared.ctypes.data, where[3], reduced.data_ptr(),
+            *where[:3], numbers.data_ptr(), lists.tensors, lists.columns, shared.ctypes.data, where[3], reduced.data_ptr(),
             *where[4:], chunks, torch.get_num_threads() if threads else 1,
         )  # fmt: skip
 
@@ -268,41 +307,60 @@ class _TritonListKernel:
         self._what = what
         self._tables = tables
         self._places = list(program.scalars)
-        self._run = triton.build(triton.source(program, what.elements, what.writes, what.reductions, len(tables)))
-        self._nothing: dict[torch.device, Tensor] = {}
+        self._run = triton.build(triton.source(program, what.elements, what.writes, what.reductions, len(tables), what.aside))
+        self._nothing: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, lists: Lists, numbers: Tensor, scalars: Sequence[float], skip: Tensor | None, reduced: Tensor) -> None:
-        if skip is None:
-            if lists.device not in self._nothing:
-                self._nothing[lists.device] = torch.zeros(1, dtype=torch.int64, device=lists.device)
-            skip = self._nothing[lists.device]
+    def __call__(
+        self,
+        lists: Lists,
+        numbers: Tensor,
+        scalars: Sequence[float],
+        skip: Tensor | None,
+        reduced: Tensor,
+        aside: Tensor | None = None,
+    ) -> None:
+        if skip is None or aside is None:
+            if lists.device not in self._nothing:  # a zero, and memory that nobody reads
+                zero = torch.zeros(1, dtype=torch.int64, device=lists.device)
+                self._nothing[lists.device] = zero, torch.zeros_like(zero)
+            skip = self._nothing[lists.device][0] if skip is None else skip
+            aside = self._nothing[lists.device][1] if aside is None else aside
         shared = [float(scalars[place]) for place in self._places]
-        addresses = numbers.data_ptr(), skip.data_ptr(), reduced.data_ptr(), lists.aligned
+        addresses = numbers.data_ptr(), skip.data_ptr(), reduced.data_ptr(), aside.data_ptr(), lists.aligned
         found, launches = lists.prepared.get(self, (None, []))
         with nullcontext() if torch.cuda.current_device() == lists.device.index else torch.cuda.device(lists.device):
             if found != addresses or not launches:
-                lists.prepared[self] = addresses, self._first(lists, numbers, shared, skip, reduced)
+                lists.prepared[self] = addresses, self._first(lists, numbers, shared, skip, reduced, aside)
                 return
             for launch, before, after in launches:
                 launch(*before, *shared, *after)
 
-    def _first(self, lists: Lists, numbers: Tensor, shared: list[float], skip: Tensor, reduced: Tensor) -> list[Any]:
+    def _first(
+        self, lists: Lists, numbers: Tensor, shared: list[float], skip: Tensor, reduced: Tensor, aside: Tensor
+    ) -> list[Any]:
         """Launch, and say how to launch again: a function, and its arguments before and after the scalars.
 
         Nothing, where there is no compiled kernel (Triton's interpreter).
         """
         launches = []
-        size = _CUDA_CHUNK if self._what.writes else _CUDA_REDUCED
-        for chunks in lists.chunks(self._what.of_blocks, size):
-            before = [*lists.arrays, numbers, len(lists.rows), lists.columns]
-            after = [*self._tables, reduced if self._what.reductions else skip, skip, LIMIT, chunks.tensors, chunks.starts]
-            constants = {"SIZE": chunks.size, "ROWS": chunks.rows, "ALIGNED": lists.aligned}
+        there = aside if aside.is_cuda else torch.zeros_like(aside, device=lists.device)  # Triton wants a GPU's memory
+        of_blocks = self._what.of_blocks
+        each = _CUDA_BLOCK_EACH if of_blocks else _CUDA_EACH
+        limit = {"maxnreg": _CUDA_BLOCK_REGISTERS} if of_blocks and self._what.writes else {}
+        for chunks in lists.chunks(of_blocks, bool(self._what.writes)):
+            before = [*lists.arrays, numbers, lists.tensors, lists.columns]
+            after = [*self._tables, reduced if self._what.reductions else skip, skip, there, LIMIT]
+            after += [chunks.tensors, chunks.starts]
+            constants = {"SIZE": chunks.size, "ROWS": chunks.rows, "STEPS": chunks.steps, "ALIGNED": lists.aligned}
             grid = (chunks.tensors.numel(), 1, 1)
             compiled = self._run[grid](
                 *before, *shared, *after, **constants,
-                num_warps=min(8, max(1, chunks.size * chunks.rows // _CUDA_EACH)), enable_fp_fusion=False,
+                num_warps=min(8, max(1, chunks.size * chunks.rows // each)), enable_fp_fusion=False, **limit,
             )  # fmt: skip
             if compiled is not None:
-                ends = [[x.data_ptr() if isinstance(x, Tensor) else x for x in part] for part in (before, after)]
+                known = [[aside if x is there else x for x in part] for part in (before, after)]
+                ends = [[x.data_ptr() if isinstance(x, Tensor) else x for x in part] for part in known]
                 launches.append((compiled[grid], ends[0], [*ends[1], *constants.values()]))
+        if there is not aside:
+            aside.copy_(there, non_blocking=True)
         return launches

@@ -1,10 +1,12 @@
 """A function of the parts of a bucket (parts.py) as one Triton launch.
 
-A program works on one item: `ROWS` tiles of one part. Every vector of a tile is a block [ROWS, 16]: rows are tiles, and a row's
-16 numbers lie side by side in memory. Items whose tiles are all full take a way without masks.
+A program works on one item: some tiles of one part, `rows` of them at a time. Every vector of a tile is a block [rows, 16]:
+rows are tiles, and a row's 16 numbers lie side by side in memory. Steps whose tiles are all full take a way without masks, and
+read what the next step needs while they compute.
 Multiplications and additions are not fused, divisions are correctly rounded: the same bits as on a CPU.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ _TOGETHER = 4
 
 
 _REGISTERS = 64  # of a thread: 8 programs at once on each processor
+STEPS = int(os.environ.get("LOWP_PART_STEPS", "8"))  # of a program, at most
+PROGRAMS = 1 << 10  # at least, before one of them takes more steps
+AHEAD = os.environ.get("LOWP_PART_AHEAD", "1") == "1"  # does a step read the next one's numbers?
 
 
 def _item(what: PartsFunction, program: Program) -> int:
@@ -43,18 +48,22 @@ class TritonPartsKernel:
         self._each, self._finish, self._tables = what.trace(device)
         self._rows = max(1, _item(what, self._finish or self._each) // what.tile)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
-        self._compiled: dict[tuple[int, bool, bool], Any] = {}
+        self._compiled: dict[tuple[int, bool, bool, int], Any] = {}
         self._addresses = [table.data_ptr() for table in self._tables]
-        self._get(8, True, True)  # what cannot be compiled is found out here
+        self._get(8, True, True, STEPS)  # what cannot be compiled is found out here
 
-    def _get(self, alignment: int, aligned: bool, one: bool) -> Any:
+    def _steps(self, table: PartTable) -> int:
+        """Of a program: many where there are many elements, so that every processor still gets several programs."""
+        return STEPS if table.elements >= STEPS * PROGRAMS * self._rows * self._what.tile else 1
+
+    def _get(self, alignment: int, aligned: bool, one: bool, steps: int) -> Any:
         """The kernel for tables whose offsets are multiples of `alignment`, for arrays that begin at multiples of 16 bytes
         (`aligned`), and for `one` message. (With a loop over messages in it, Triton's kernel passes numbers through shared
         memory.)"""
-        found = self._compiled.get((alignment, aligned, one))
+        found = self._compiled.get((alignment, aligned, one, steps))
         if found is None:
             text = _TritonParts(
-                self._what, self._each, self._finish, len(self._tables), self._rows, alignment, aligned, one
+                self._what, self._each, self._finish, len(self._tables), self._rows, alignment, aligned, one, steps
             ).text()
             kinds = [torch.uint8, torch.uint8, torch.int64, 1, 1, torch.int32, torch.float32, 1, torch.int32, 1, 1]
             examples = [*kinds, *(table.dtype for table in self._tables)]
@@ -62,7 +71,7 @@ class TritonPartsKernel:
             limit = {"maxnreg": _REGISTERS} if has_shortcuts(self._finish or self._each) else {}
             with torch.cuda.device(self._device):
                 found = build(text).warmup(*examples, grid=(1,), num_warps=WARPS, enable_fp_fusion=False, **limit)
-            self._compiled[alignment, aligned, one] = found
+            self._compiled[alignment, aligned, one, steps] = found
         return found
 
     def __call__(
@@ -76,12 +85,13 @@ class TritonPartsKernel:
         messages: int = 1,
         message_stride: int = 0,
     ) -> None:
-        records, nothing = table.records(self._what.tile, self._rows), self._nothing.data_ptr()
+        steps = self._steps(table)
+        records, nothing = table.records(self._what.tile, self._rows * steps), self._nothing.data_ptr()
         items = records.shape[1]
         if not items:
             return
         first, second = source.data_ptr(), nothing if target is None else target.data_ptr()
-        launch = self._get(table.alignment, (first | second) % 16 == 0, messages == 1)[items, 1, 1]
+        launch = self._get(table.alignment, (first | second) % 16 == 0, messages == 1, steps)[items, 1, 1]
         arguments = (
             first,
             second,
@@ -116,9 +126,12 @@ class _TritonParts:
         alignment: int = 8,
         aligned: bool = True,
         one: bool = False,
+        steps: int = 1,
     ) -> None:
         self.what, self.each, self.finish, self.tables = what, each, finish, tables
-        self.rows, self.alignment, self.aligned, self.one = rows, alignment, aligned, one
+        self.rows, self.alignment, self.aligned, self.one, self.steps = rows, alignment, aligned, one, steps
+        # What waits in registers is not for programs that use up all of them.
+        self.ahead = AHEAD and steps > 1 and not has_shortcuts(finish or each)
 
     def text(self) -> str:
         tile, rows = self.what.tile, self.rows
@@ -140,12 +153,19 @@ class _TritonParts:
             # as what was found before shows. It is read at once, so that nothing waits for it.
             *(f"    known{i} = tl.load(maxima + {i} * parts + part)" for i in range(self.what.maxima)),
             f"    stride = tl.multiple_of(tl.cast(message_stride, tl.int64), {min(8, self.alignment)})",
-            f"    tile = begin + tl.arange(0, {rows})[:, None]",
+            f"    row = tl.arange(0, {rows})[:, None]",
             f"    lane = tl.arange(0, {LANES})[None, :]",
-            f"    if (begin + {rows}) * {tile} <= count:",
+            f"    left = tl.minimum(count - begin * {tile}, {self.steps * rows * tile}).to(tl.int32)",
+            f"    full = left // {rows * tile}",
+            *(f"    most{i} = tl.zeros([{rows}, {LANES}], tl.int32)" for i in range(self.what.maxima)),
+            *("    " + line for line in self._first()),
+            "    for step in range(full):",
+            f"        tile = step * {rows} + row",
             *("        " + line for line in self._body(masked=False)),
-            "    else:",
+            f"    for step in range(full, (left + {rows * tile - 1}) // {rows * tile}):",
+            f"        tile = step * {rows} + row",
             *("        " + line for line in self._body(masked=True)),
+            *("    " + line for line in self._maxima()),
         ]
         return "\n".join(lines) + "\n"
 
@@ -155,6 +175,8 @@ class _TritonParts:
             for i, s in enumerate(streams):
                 offset = f"tl.multiple_of(tl.load(records + {2 + s.column} * items + item), {self.alignment})"
                 lines.append(f"    {name}{i} = ({array} + {s.unit} * {offset}).to(tl.pointer_type({_STORED[s.dtype]}))")
+                if s.of != "part":
+                    lines.append(f"    {name}{i} += begin * {s.stride}")
         return lines
 
     def _numbers(self) -> list[str]:
@@ -174,7 +196,7 @@ class _TritonParts:
 
     def _mask(self, s: Stream) -> str:
         lane = " + lane" if s.of == "lane" and not s.padded else ""
-        return f"(tile * {self.what.tile} + {s.first}{lane} < count)"
+        return f"(tile * {self.what.tile} + {s.first}{lane} < left)"
 
     def _read(self, program: Program, masked: bool, more: str = "") -> list[str]:
         lines = []
@@ -186,11 +208,31 @@ class _TritonParts:
             lines.append(f"{v.name} = tl.load({base}{self._place(s)}{mask})")
         return lines
 
+    def _first(self) -> list[str]:
+        """The first step's numbers, where steps read ahead."""
+        if not self.ahead:
+            return []
+        return ["tile = row", *self._read_ahead("full > 0")]
+
+    def _read_ahead(self, mask: str) -> list[str]:
+        loads = zip(self.what.loads, self.each.elements, strict=True)
+        return [f"next_{v.name} = tl.load(in{i}{self._place(s)}, mask={mask})" for i, (s, v) in enumerate(loads)]
+
+    def _numbers_ahead(self) -> list[str]:
+        """This step's numbers, which are there, and a start for the next one's."""
+        names = [v.name for v in self.each.elements]
+        return [
+            *(f"{name} = next_{name}" for name in names),
+            f"tile = (step + 1) * {self.rows} + row",
+            *self._read_ahead("step + 1 < full"),
+            f"tile = step * {self.rows} + row",
+        ]
+
     def _statements(self, program: Program) -> list[str]:
         lines, indices = [], 0
         for s in program.statements:
             if s.operation == "index":
-                text = f"(tile * {self.what.tile} + {LANES * indices} + lane).to(tl.int32)"
+                text = f"(begin.to(tl.int32) + tile) * {self.what.tile} + {LANES * indices} + lane"
                 indices += 1  # vectors of numbers are counted one after the other
             elif s.operation == "amax":
                 text = f"tl.max({s.arguments[0].name}, axis=1, keep_dims=True)"
@@ -203,7 +245,7 @@ class _TritonParts:
         lines = []
         for i, (s, v) in enumerate(zip(self.what.stores, results, strict=False)):
             if s.of == "part":
-                lines += ["if begin == 0:", f"    tl.store(out{i}, ({v.name}).to({_STORED[s.dtype]}))"]
+                lines += ["if begin + step == 0:", f"    tl.store(out{i}, ({v.name}).to({_STORED[s.dtype]}))"]
                 continue
             value = f"{v.name}.to({_STORED[s.dtype]})" if v.dtype != s.dtype else v.name
             mask = f", mask={self._mask(s)}" if masked else ""
@@ -211,17 +253,22 @@ class _TritonParts:
         values = [v.name for v in results[len(self.what.stores) :]]
         each = len(values) // max(self.what.maxima, 1)
         for i in range(self.what.maxima):
-            lines.append(f"most = {values[i * each]}")
-            lines += [f"most = tl.maximum(most, {value})" for value in values[i * each + 1 : (i + 1) * each]]
+            lines += [f"most{i} = tl.maximum(most{i}, {value})" for value in values[i * each : (i + 1) * each]]
+        return lines
+
+    def _maxima(self) -> list[str]:
+        """Those of all steps, together with what other programs have found."""
+        lines = []
+        for i in range(self.what.maxima):
             lines += [
-                f"most = tl.max(tl.reshape(most, [{self.rows * LANES}], can_reorder=True))",
+                f"most = tl.max(tl.reshape(most{i}, [{self.rows * LANES}], can_reorder=True))",
                 f'tl.atomic_max(maxima + {i} * parts + part, most, mask=most > known{i}, sem="relaxed")',
             ]
         return lines
 
     def _inside(self, i: int, name: str) -> str:
         """A sum; what is behind the end counts as zero."""
-        return f"{name} = tl.where(tile * {self.what.tile} + {LANES * i} + lane < count, {name}, 0.0)"
+        return f"{name} = tl.where(tile * {self.what.tile} + {LANES * i} + lane < left, {name}, 0.0)"
 
     def _body(self, masked: bool) -> list[str]:
         """Read, compute and store.
@@ -245,8 +292,9 @@ class _TritonParts:
 
     def _numbers_read(self, masked: bool) -> list[str]:
         """What is read, or the sums of what messages say."""
+        read = self._numbers_ahead() if self.ahead and not masked else self._read(self.each, masked)
         if self.finish is None:
-            return self._read(self.each, masked)
+            return read
         sums = [v.name for v in self.finish.elements]
         more = [
             "for message in range(1, messages):",
@@ -255,7 +303,7 @@ class _TritonParts:
             *(f"    {s} = {s} + {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
         ]
         return [
-            *self._read(self.each, masked),
+            *read,
             *self._statements(self.each),
             *(f"{s} = {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
             *([] if self.one else more),

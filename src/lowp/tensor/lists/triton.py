@@ -61,7 +61,7 @@ def expression(s: Statement) -> str:
             yes, no = (_argument(x, s.operand) for x in s.arguments[1:])
             return f"tl.where({s.arguments[0].name}, {yes}, {no})"
         case "amax":
-            return f"tl.max(tl.where(inside, {s.arguments[0].name}, 0.0), axis=1, keep_dims=True)"
+            return f"tl.max({s.arguments[0].name}, axis=1, keep_dims=True)"
         case "div":
             return f"tl.div_rn({a[0]}, {a[1]})" if s.operand == torch.float32 else f"{a[0]} / {a[1]}"
         case operation if operation in INFIX:
@@ -78,6 +78,9 @@ def expression(s: Statement) -> str:
             return f"~{a[0]}"
         case "sqrt":
             return f"tl.sqrt_rn({a[0]})" if s.operand == torch.float32 else f"tl.sqrt({a[0]})"
+        case "sum_cut":  # 2^23 and the whole part of a sum (grid.encode_by_words)
+            text = "{ .reg .f32 t; add.rz.f32 t, $1, $2; add.rz.f32 $0, t, 0f4B000000; }"
+            return f'tl.inline_asm_elementwise("{text}", "=f,f,f", [{a[0]}, {a[1]}], dtype=tl.float32, is_pure=True, pack=1)'
         case "reciprocal":  # not rounded correctly: to some 22 bits
             return f"1.0 / {a[0]}"
         case "round":
@@ -99,35 +102,23 @@ def expression(s: Statement) -> str:
     raise NotImplementedError(f"{s.operation} in Triton")
 
 
-_STRETCH = (
-    "    begin = tl.multiple_of(begin, SIZE)",
-    "    place = begin + tl.arange(0, SIZE)",
-    "    index = place.to(tl.int32)",
-    "    inside = place < end",
-    "    full = begin + SIZE <= end",
-)
-_BLOCKS = (
-    "    width = tl.load(widths + tensor)",
-    "    row = tl.arange(0, ROWS)[:, None]",
-    "    lane = tl.arange(0, SIZE)[None, :]",
-    "    there = begin + row * width < end",
-    "    block = begin // width + row",
-    "    place = begin + row * width + lane",
-    "    index = place.to(tl.int32)",
-    "    inside = (lane < width) & there",
-    "    full = (width == SIZE) & (begin + ROWS * SIZE <= end)",
-)
 _OWN = ("constant", "index", "bitcast", "convert", "look_up", "where", "amax")
 
 
 def source(
-    program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple[str, ...], tables: int
+    program: Program,
+    elements: tuple[Element, ...],
+    writes: tuple[int, ...],
+    reductions: tuple[str, ...],
+    tables: int,
+    aside: str = "",
 ) -> str:
     """The Python text of a module with the kernel `run`.
 
-    The program is written twice: for chunks that are full, where memory is read and written in long vectors, and, with masks,
-    for the last chunk of a tensor. A chunk of blocks is ROWS of them, one below the other, each of up to SIZE elements; it is
-    full if there are as many, of exactly that length.
+    A chunk is up to STEPS times ROWS * SIZE elements of one tensor; what a tensor has of its own is looked up once for all of
+    them. ROWS is 1 but for blocks, which lie one below the other, each of up to SIZE elements. The program is written twice:
+    for steps that are full (all their elements are there; blocks have exactly SIZE elements), where memory is read and written
+    in long vectors, each step's numbers while those of the step before are computed; and, with masks, for the rest.
     """
     of_blocks = any(e.of_block for e in elements)
     names = [*(v.name for v in program.scalars.values()), *(f"table{i}" for i in range(tables))]
@@ -135,49 +126,149 @@ def source(
         *IMPORTS,
         "@triton.jit",
         f"def run(pointers, lengths, widths, numbers, tensors, columns, {''.join(name + ', ' for name in names)}"
-        "reduced, skip, limit, chunk_tensor, chunk_start, SIZE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):",
-        "    if tl.load(skip) >= limit:",
-        "        return",
+        "reduced, skip, aside, limit, chunk_tensor, chunk_start, SIZE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, "
+        "ALIGNED: tl.constexpr):",
         "    chunk = tl.program_id(0)",
+        "    known = tl.load(skip)",
+        *(["    if chunk == 0:", "        tl.store(aside, known)"] if aside == "skip" else []),
+        "    if known >= limit:",
+        "        return",
         "    tensor = tl.load(chunk_tensor + chunk)",
         "    begin = tl.load(chunk_start + chunk)",
         "    end = tl.load(lengths + tensor)",
+        *(["    width = tl.load(widths + tensor).to(tl.int32)"] if of_blocks else []),
     ]
-    lines += _BLOCKS if of_blocks else _STRETCH
     for i, e in enumerate(elements):
         lines.append(f"    p{i} = tl.load(pointers + tensor * columns + {i}).to(tl.pointer_type({TYPES[e.dtype]}))")
         if not e.of_block:
             lines += ["    if ALIGNED:", f"        p{i} = tl.multiple_of(p{i}, 16)"]
     lines += [f"    {v.name} = tl.load(numbers + {place} * tensors + tensor)" for place, v in program.numbers.items()]
-    full = ["    if full:", *(["        place = tl.multiple_of(begin, SIZE) + row * SIZE + lane"] if of_blocks else [])]
-    for head, mask in ((full, False), (["    else:"], True)):
-        body = _body(program, elements, writes, reductions, mask)
-        lines += [*head, *("        " + line for line in body)]
+    lines += [
+        "    left = tl.minimum(end - begin, STEPS * ROWS * SIZE).to(tl.int32)",
+        "    full = left // (ROWS * SIZE)",
+        *(["    if width != SIZE:", "        full = 0"] if of_blocks else []),
+    ]
+    lines += ["    " + line for line in _full(program, elements, writes, reductions, aside, of_blocks)]
+    lines += ["    " + line for line in _rest(program, elements, writes, reductions, aside, of_blocks)]
     return "\n".join(lines) + "\n"
 
 
-def _body(
-    program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple[str, ...], masked: bool
+def _look_up(s: Statement) -> str | None:
+    """An entry of a table, by an instruction of ours. For a load of its own Triton has another number of elements a thread, and
+    passes indices and entries from thread to thread through shared memory."""
+    if s.operation != "look_up" or s.result.dtype != torch.int32:
+        return None
+    table, index = s.arguments
+    address = f"(table{table} + {_argument(index, torch.int32)}).to(tl.int64)"
+    text = '"ld.global.nc.b32 $0, [$1];", "=r,l"'
+    return f"tl.inline_asm_elementwise({text}, [{address}], dtype=tl.int32, is_pure=True, pack=1)"
+
+
+def _needed(program: Program) -> list[int]:
+    """The elements that are read."""
+    names = {a.name for s in program.statements for a in s.arguments if isinstance(a, Value)}
+    names |= {v.name for v in program.results}
+    return [i for i, v in enumerate(program.elements) if v.name in names]
+
+
+def _full(
+    program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple, aside: str, of_blocks: bool
 ) -> list[str]:
     lines = []
-    needed = {a.name for s in program.statements for a in s.arguments if isinstance(a, Value)}
-    needed |= {v.name for v in program.results}
     for i, e in enumerate(elements):
-        if f"x{i}" in needed:
-            place, there = ("block", "there") if e.of_block else ("place", "inside")
-            lines.append(f"x{i} = tl.load(p{i} + {place}{f', mask={there}, other=0' if masked else ''})")
-    lines += [f"{s.result.name} = {expression(s)}" for s in program.statements]
+        lines.append(f"b{i} = p{i} + {'begin // SIZE' if e.of_block else 'begin // SIZE * SIZE'}")
+    if of_blocks:
+        lines += ["row = tl.arange(0, ROWS)[:, None]", "lane = row * SIZE + tl.arange(0, SIZE)[None, :]"]
+    else:
+        lines += ["lane = tl.arange(0, SIZE)"]
+    needed = _needed(program)
+    lines += [f"x{i} = tl.load(b{i} + {'row' if elements[i].of_block else 'lane'}, mask=full > 0)" for i in needed]
+    lines += ["for step in range(full):"]
+    inner = []
+    for i in needed:
+        ahead = "(step + 1) * ROWS + row" if elements[i].of_block else "(step + 1) * (ROWS * SIZE) + lane"
+        inner.append(f"y{i} = tl.load(b{i} + ({ahead}), mask=step + 1 < full)")
+    inner += ["index = begin.to(tl.int32) + step * (ROWS * SIZE) + lane"]
+    inner += [f"{s.result.name} = {_look_up(s) or expression(s)}" for s in program.statements]
+    inner += _stored(program, elements, writes, "b", "step * (ROWS * SIZE) + lane", "step * ROWS + row", False)
+    inner += _reduced(program, len(writes), reductions, aside, False)
+    inner += [f"x{i} = y{i}" for i in needed]
+    return [*lines, *("    " + line for line in inner)]
+
+
+def _rest(
+    program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple, aside: str, of_blocks: bool
+) -> list[str]:
+    if of_blocks:
+        lines = [
+            "column = tl.arange(0, SIZE)[None, :]",
+            "first = begin.to(tl.int32) // width",
+            "each = ROWS * width",
+            "left = tl.minimum(end - begin, STEPS * each).to(tl.int32)",
+        ]
+        inner = [
+            "there = begin + (step * ROWS + row) * width < end",
+            "block = first + step * ROWS + row",
+            "place = begin + (step * ROWS + row) * width + column",
+            "inside = (column < width) & there",
+        ]
+    else:
+        lines = ["each = SIZE"]
+        inner = ["place = begin + step * SIZE + tl.arange(0, SIZE)", "inside = place < end"]
+    inner += ["index = place.to(tl.int32)"]
+    for i in _needed(program):
+        place, there = ("block", "there") if elements[i].of_block else ("place", "inside")
+        inner.append(f"x{i} = tl.load(p{i} + {place}, mask={there}, other=0)")
+    for s in program.statements:
+        text = _look_up(s) or expression(s)
+        if s.operation == "amax":
+            text = text.replace(s.arguments[0].name, f"tl.where(inside, {s.arguments[0].name}, 0.0)")
+        inner.append(f"{s.result.name} = {text}")
+    inner += _stored(program, elements, writes, "p", "place", "block", True)
+    inner += _reduced(program, len(writes), reductions, aside, True)
+    return [*lines, "for step in range(full, (left + each - 1) // each):", *("    " + line for line in inner)]
+
+
+def _stored(
+    program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], base: str, place: str, block: str, masked: bool
+) -> list[str]:
+    lines = []
+    of_block = _of_blocks(program, elements)
     for i, v in zip(writes, program.results, strict=False):
         if elements[i].of_block:
-            one = f"tl.max({v.name} + tl.zeros_like(index), axis=1, keep_dims=True).to({TYPES[elements[i].dtype]})"
-            lines.append(f"tl.store(p{i} + block, {one}{', mask=there' if masked else ''})")
+            one = v.name if v.name in of_block else f"tl.max({v.name} + tl.zeros_like(index), axis=1, keep_dims=True)"
+            lines.append(
+                f"tl.store({base}{i} + ({block}), {one}.to({TYPES[elements[i].dtype]}){', mask=there' if masked else ''})"
+            )
         else:
-            lines.append(f"tl.store(p{i} + place, {v.name}{', mask=inside' if masked else ''})")
-    for i, (kind, v) in enumerate(zip(reductions, program.results[len(writes) :], strict=True)):
+            lines.append(f"tl.store({base}{i} + ({place}), {v.name}{', mask=inside' if masked else ''})")
+    return lines
+
+
+def _of_blocks(program: Program, elements: tuple[Element, ...]) -> set[str]:
+    """The values that have one number for each block."""
+    found = {v.name for v, e in zip(program.elements, elements, strict=True) if e.of_block}
+    alike = found | {v.name for v in (*program.numbers.values(), *program.scalars.values())}
+    for s in program.statements:
+        arguments = {a.name for a in s.arguments if isinstance(a, Value)}
+        if s.operation == "amax" or (arguments <= alike and arguments & found):
+            found.add(s.result.name)
+            alike.add(s.result.name)
+        elif arguments <= alike and s.operation != "index":
+            alike.add(s.result.name)
+    return found
+
+
+def _reduced(program: Program, writes: int, reductions: tuple, aside: str, masked: bool) -> list[str]:
+    lines = []
+    for i, (kind, v) in enumerate(zip(reductions, program.results[writes:], strict=True)):
         amount = _argument(v, torch.int32 if kind == "max" else torch.int64)
         amount = f"tl.where(inside, {amount}, 0)" if masked else amount
         over, atomic = ("max", "max") if kind == "max" else ("sum", "add")
-        lines.append(f"tl.atomic_{atomic}(reduced + {i} * tensors + tensor, tl.{over}({amount}).to(tl.int64))")
+        lines.append(f"found{i} = tl.{over}({amount}).to(tl.int64)")
+        lines.append(f"tl.atomic_{atomic}(reduced + {i} * tensors + tensor, found{i})")
+        if i == 0 and aside == "most":
+            lines.append("tl.atomic_max(aside, found0, mask=found0 > tl.load(aside))")
     return lines
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from lowp.formats import BlockFormat, Format, Rounding
+from lowp.formats import BlockFormat, Format, FormatLike, Rounding
 from lowp.formats import format as parse_format
 from lowp.names import did_you_mean
 
@@ -37,8 +37,8 @@ class Arithmetic:
         approximate: "integer_add" replaces a product by the sum of the operands' bits (arXiv 2012.03458).
     """
 
-    multiply: "Format | str | None" = None
-    accumulate: "Format | str" = "fp32"
+    multiply: FormatLike | None = None
+    accumulate: FormatLike = "fp32"
     kahan: bool = False
     chunk: int = 1
     quire: bool = False
@@ -82,7 +82,7 @@ class Arithmetic:
     @property
     def product_format(self) -> Format | None:
         """`multiply`, parsed."""
-        assert not isinstance(self.multiply, str)
+        assert self.multiply is None or isinstance(self.multiply, Format)
         return self.multiply
 
     @property

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.formats import AnyFormat
+from lowp.formats import FormatLike
 from lowp.tensor.matmul import keys
 from lowp.tensor.matmul.arguments import Seed, arithmetic_name, check_operands, noise_parts
 from lowp.tensor.matmul.arithmetic import named
@@ -36,8 +36,8 @@ def conv2d(
     padding: int | str | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
-    multiply: str | AnyFormat | None = None,
-    accumulate: str | AnyFormat = "fp32",
+    multiply: FormatLike | None = None,
+    accumulate: FormatLike = "fp32",
     kahan: bool = False,
     chunk: int = 1,
     quire: bool = False,

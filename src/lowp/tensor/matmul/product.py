@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowp.compat import constant_for_dynamo
-from lowp.formats import AnyFormat
+from lowp.formats import FormatLike
 from lowp.tensor.matmul import keys
 from lowp.tensor.matmul.arguments import Seed, arithmetic_name, check_operands, noise_parts
 from lowp.tensor.matmul.arithmetic import name_of, named
@@ -24,8 +24,8 @@ from lowp.tensor.noise import Domain, Noise
 def matmul(
     a: Tensor,
     b: Tensor,
-    multiply: str | AnyFormat | None = None,
-    accumulate: str | AnyFormat = "fp32",
+    multiply: FormatLike | None = None,
+    accumulate: FormatLike = "fp32",
     kahan: bool = False,
     chunk: int = 1,
     quire: bool = False,
@@ -65,8 +65,8 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    multiply: str | AnyFormat | None = None,
-    accumulate: str | AnyFormat = "fp32",
+    multiply: FormatLike | None = None,
+    accumulate: FormatLike = "fp32",
     kahan: bool = False,
     chunk: int = 1,
     quire: bool = False,

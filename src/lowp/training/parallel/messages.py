@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowp.formats import AnyFormat
+from lowp.formats import FormatLike
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
 from lowp.wire.codec import Codec
@@ -27,7 +27,7 @@ class TensorCodec:
     codec: Codec
 
     @classmethod
-    def of(cls, format: "str | AnyFormat", scale: "str | Scale | None" = None) -> "TensorCodec":
+    def of(cls, format: FormatLike, scale: "str | Scale | None" = None) -> "TensorCodec":
         """From a format of up to 16 bits, or "fp32", and a scale; without one it is the format's own, `default_scale`."""
         chosen = parse_format(format)
         how = default_scale(chosen) if scale is None else scale_of(scale)

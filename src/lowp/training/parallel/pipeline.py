@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowp.formats import AnyFormat
+from lowp.formats import FormatLike
 from lowp.training.parallel.messages import TensorCodec
 from lowp.training.parallel.placement import LossFunction, Placement, ScaleLoss, evaluating, unscaled
 from lowp.training.parallel.team import Team
@@ -67,7 +67,7 @@ SCALAR = Kind(torch.Size(), torch.float32)
 def pipeline_model(
     model: nn.Module,
     team: Team,
-    format: "str | AnyFormat" = "e5m2",
+    format: FormatLike = "e5m2",
     scale: "str | Scale | None" = None,
     *,
     cut: int | None = None,

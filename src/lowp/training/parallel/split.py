@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.formats import AnyFormat
+from lowp.formats import FormatLike
 from lowp.training.parallel.messages import TensorCodec
 from lowp.training.parallel.placement import Whole
 from lowp.training.parallel.team import Team
@@ -64,9 +64,7 @@ class SplitLinear(nn.Module):
         return f"outputs={'+'.join(map(str, self.widths))}, codec={self.codec}"
 
 
-def split_model(
-    model: nn.Module, team: Team, format: "str | AnyFormat" = "e5m2", scale: "str | Scale | None" = None
-) -> "SplitModel":
+def split_model(model: nn.Module, team: Team, format: FormatLike = "e5m2", scale: "str | Scale | None" = None) -> "SplitModel":
     """Split the model's linear layers over a team, in place; all but those with fewer outputs than there are ranks.
 
     Args:

@@ -1,0 +1,82 @@
+"""Forward and backward of a step as one CUDA graph: recorded once, launched by one call.
+
+A small model's step is some hundred launches of a few microseconds of work each, and the host needs longer to launch them than
+the device to do them. A graph holds the launches, with the addresses of all that they read and write. So
+
+- a batch is copied to where the recorded one was,
+- gradients come out where the recorded ones did, and `parameter.grad` is these tensors in every step,
+- loss and right predictions are added to sums on the device, at the same places.
+
+Random numbers: what a graph draws follows the generator's seed at its launch, as it would in the same layers without a graph.
+
+The code of a model runs once, while it is recorded. What it decides in Python is decided for all steps. So only models of this
+package are recorded (`MODELS`), none of a user's.
+"""
+
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+EAGER_STEPS = 3  # before the first recorded one: libraries choose algorithms and take memory in them
+
+
+class StepGraph:
+    """`backward(inputs, targets)` leaves gradients in the parameters and adds to sums."""
+
+    def __init__(self, backward: Callable[[Tensor, Tensor], None], parameters: Sequence[nn.Parameter]) -> None:
+        self._backward, self._parameters = backward, parameters
+        self._seen = 0
+        self._failed = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batch: tuple[Tensor, Tensor] | None = None
+        self._gradients: list[Tensor | None] = []
+
+    def run(self, inputs: Tensor, targets: Tensor) -> bool:
+        """Take the pass over this batch. False: nothing was done, and it must be taken without a graph."""
+        if self._failed:
+            return False
+        if self._graph is None:
+            self._seen += 1
+            if self._seen <= EAGER_STEPS or not self._record(inputs, targets):
+                return False
+        assert self._graph is not None
+        assert self._batch is not None
+        if (inputs.shape, targets.shape) != (self._batch[0].shape, self._batch[1].shape):
+            return False
+        for place, new in zip(self._batch, (inputs, targets), strict=True):
+            place.copy_(new)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        self._graph.replay()
+        return True
+
+    def _record(self, inputs: Tensor, targets: Tensor) -> bool:
+        """Record the pass; nothing is computed yet."""
+        # A graph of an earlier run that is forgotten while this one is recorded would end the recording.
+        gc.collect()
+        torch.cuda.empty_cache()  # a graph has memory of its own, and does not find what the steps before it have left
+        self._batch = torch.empty_like(inputs), torch.empty_like(targets)
+        for place, new in zip(self._batch, (inputs, targets), strict=True):
+            place.copy_(new)
+        for parameter in self._parameters:
+            parameter.grad = None
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads work on
+                self._backward(*self._batch)
+        except RuntimeError as error:
+            self._failed, self._batch = True, None
+            for parameter in self._parameters:
+                parameter.grad = None
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"steps are launched one kernel at a time, since they could not be recorded: {reason}", stacklevel=2)
+            return False
+        finally:
+            if collecting:
+                gc.enable()
+        self._graph, self._gradients = graph, [parameter.grad for parameter in self._parameters]
+        return True

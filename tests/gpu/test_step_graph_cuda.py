@@ -1,0 +1,56 @@
+"""Steps of `lowp train` that are recorded in a CUDA graph compute what the same steps do without one."""
+
+import pytest
+import torch
+
+from lowp.training import step_graph
+from lowp.training.cuda_settings import cuda_settings
+from lowp.training.recipe import Recipe
+from lowp.training.run import run
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning"),
+]
+MODELS = {
+    "mlp": {"hidden": [64, 32], "dropout": 0.2},
+    "cnn": {},
+    "resnet18": {"width": 8},
+}
+
+
+def trained(model, options, eager, steps, monkeypatch, **precision):
+    monkeypatch.setattr(step_graph, "EAGER_STEPS", eager)
+    recipe = Recipe(
+        name="graph", seed=3, epochs=1, batch=64, device="cuda", deterministic=True, model={"name": model, "options": options},
+        data={"name": "fashion14"}, optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9}, precision=precision,
+    )  # fmt: skip
+    world = World.join("cuda", threads=0)
+    try:
+        trainer = Trainer(recipe, world)
+        with cuda_settings(recipe, world.device):
+            for _ in range(steps):
+                trainer.train_step()
+        trainer.confirm()
+        assert (trainer._graph._graph is not None) == (eager < steps)
+        return [p.detach().cpu() for p in trainer.model.state_dict().values()], trainer.take_metrics()
+    finally:
+        world.leave()
+
+
+@pytest.mark.parametrize("precision", [{}, {"activations": "bf16"}], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("model", MODELS)
+def test_recorded_steps_are_the_same(model, precision, monkeypatch):
+    plain, graph = (trained(model, MODELS[model], eager, 8, monkeypatch, **precision) for eager in (1000, 3))
+    assert plain[1] == graph[1]
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], graph[0], strict=True))
+
+
+def test_a_run(tmp_path):
+    recipe = Recipe(
+        name="graph", seed=3, epochs=1, batch=512, device="cuda", model={"name": "mlp"}, data={"name": "fashion14"},
+        optimizer={"name": "sgd", "lr": 0.05},
+    )  # fmt: skip
+    run(recipe, tmp_path / "run", quiet=True)
