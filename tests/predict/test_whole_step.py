@@ -72,9 +72,10 @@ def test_parts_that_take_longer_than_the_whole_leave_nothing(group, subject):
     assert times.excess == {"fp32": 0.0}
 
 
-def test_where_no_time_is_left_nothing_is_measured(group, subject):
+@pytest.mark.parametrize("seconds", [0.0, 1e-6])
+def test_where_no_time_is_left_nothing_is_measured(group, subject, seconds):
     cluster = calibrated(subject, 1e12)
-    times, steps = with_excess(PassesForTwo(torch.device("cpu")), subject, cluster, PROBES, 1e-6)
+    times, steps = with_excess(PassesForTwo(torch.device("cpu")), subject, cluster, PROBES, seconds)
     assert steps == {}
     assert times == cluster.device.times[subject.name]
 

@@ -39,8 +39,9 @@ from lowp.wire.reductions.two_shot import TwoShot
 
 LIMIT = 120.0  # seconds of everything
 SHORTEST = 5.0
-# What each part may take of the limit. The rest is for starting, for meeting, and for what takes longer than it was thought to.
-SHARES = {"device": 0.02, "build": 0.3, "links": 0.08, "codecs": 0.12, "models": 0.12, "sharing": 0.06, "steps": 0.25}
+# What each part may take of the limit, and never more than what is left: most parts take less than they may, and whole steps,
+# which come last, take what remains.
+SHARES = {"device": 0.02, "build": 0.3, "links": 0.08, "codecs": 0.12, "models": 0.12, "sharing": 0.06, "steps": 0.6}
 MESSAGE = 1 << 20  # bytes, of those that are exchanged beside the computation
 Say = Callable[[str], None]
 
@@ -165,11 +166,13 @@ class Calibration:
             kind: wire for kind, wire in PROBES.items() if kind != COMPRESSED or _codec_name(wire) in cluster.device.codecs
         }
         found = cluster
-        for subject in self.subjects:
-            times, steps = with_excess(self.meeting, subject, cluster, kinds, self._share("steps", len(self.subjects)))
+        for number, subject in enumerate(self.subjects):
+            seconds = self._share("steps", len(self.subjects) - number)
+            times, steps = with_excess(self.meeting, subject, cluster, kinds, seconds)
             found = found.with_times(subject.name, times)
-            said = [f"{kinds[kind]} {seconds_text(took)} (+{seconds_text(times.excess[kind])})" for kind, took in steps.items()]
-            what = f"{', '.join(said)} beyond the parts" if said else "no time was left: predicted from the parts alone"
+            said = ", ".join(f"{kinds[kind]} {seconds_text(took)}" for kind, took in steps.items())
+            beyond = " / ".join(dict.fromkeys(seconds_text(own) for own in times.excess.values()))
+            what = f"{said} a step; {beyond} beyond the parts" if steps else "no time was left: predicted from the parts alone"
             self.say(f"steps    {subject.name}: {what}")
         return found
 

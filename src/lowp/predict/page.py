@@ -70,8 +70,15 @@ in view.
 _REALITY = """
 ## Measured steps
 
-`lowp calibrate` through each link, then DistributedDataParallel's steps of three models, wire by wire in turns, against what is
-predicted from the calibration alone (`python -m benchmarks predict --links`, and `--nccl`). Every step is in the files.
+`lowp calibrate` runs through each link. Then DistributedDataParallel's steps of three models are measured, wire by wire in
+turns, and compared with what is predicted from the calibration alone (`python -m benchmarks predict --links`, and `--nccl`).
+Every step is in the files.
+
+A calibration measures links, codecs and each model layer by layer. These parts do not add up to a step where they share
+processors: the thread that encodes takes turns with backward, messages wait for a thread's turn, and ranks that are late are
+waited for. So a calibration also takes a few whole steps of the model: in float32, with a bfloat16 hook, and in int8 with one
+scale for 256 numbers. What these take beyond their parts is added to every prediction for the model (`excess` in the file). Of
+the wires below it has seen float32 alone. Calibrations without an `excess` are of before, or had no time left for it.
 """
 _LEFT_OUT = """
 Not predicted: MLPerf's .183 minutes on 3,584 H100, whose batch and epochs could not be had.

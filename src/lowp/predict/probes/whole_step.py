@@ -33,7 +33,7 @@ from lowp.predict.workload import ModelLayer, Work, Workload
 from lowp.wire.ddp import compress_gradients
 
 PROBES = {FP32: "fp32", HOOK: "bf16", COMPRESSED: "int8/block:256@two_shot"}
-WARM_UP = {"cpu": 3, "cuda": 6}  # steps; the wire records its launches in the fourth
+WARM_UP = {"cpu": 1, "cuda": 4}  # steps, after the first two; on CUDA the wire records its launches in the fourth
 BLOCK_SECONDS, MOST_STEPS = 0.4, 10  # of steps that follow each other, as in training
 ROUNDS = 15
 LATE = 2.0  # times as long as it may take: then steps are not measured
@@ -49,19 +49,22 @@ def with_excess(
     those that were found so far and those that are found here.
     """
     times = cluster.device.times[subject.name]
+    if not seconds:
+        return times, {}
     found = {}
     for kind, wire in kinds.items():
         gc.collect()  # DDPs that nobody has any more: their hooks are still called
         probe = _Probe(subject, wire, meeting.group)
         try:
-            pair = _measured(meeting, probe, plain_step(subject), seconds / len(kinds))
+            pair = _measured(meeting, probe, plain_step(subject), times.forward + times.backward, seconds / len(kinds))
         finally:
             probe.end()
-        if pair is None:
-            return times, {}
-        found[kind] = pair
+        if pair is not None:
+            found[kind] = pair
+    if not found:
+        return times, {}
     workload = measured_workload(subject, times)
-    predicted = predict(workload, cluster, list(kinds.values()), meeting.ranks, batch=times.batch).steps
+    predicted = predict(workload, cluster, [kinds[kind] for kind in found], meeting.ranks, batch=times.batch).steps
     computed = times.forward + times.backward
     excess = {
         kind: max(0.0, (step - plain) - (parts.step - computed))
@@ -115,8 +118,10 @@ def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tens
     return future.then(widened)
 
 
-def _measured(meeting: Meeting, probe: _Probe, plain: Callable[[], None], seconds: float) -> tuple[float, float] | None:
-    """Seconds of a step of the slowest rank, and of its computation alone, the ranks' mean.
+def _measured(
+    meeting: Meeting, probe: _Probe, plain: Callable[[], None], computed: float, seconds: float
+) -> tuple[float, float] | None:
+    """Seconds of a step of the slowest rank, and of its computation alone (about `computed`), the ranks' mean.
 
     None where that would take much longer than it may.
     """
@@ -125,7 +130,7 @@ def _measured(meeting: Meeting, probe: _Probe, plain: Callable[[], None], second
     (took,) = meeting.largest([meeting.seconds(probe.step)])
     probe.steps = max(1, min(MOST_STEPS, round(BLOCK_SECONDS / max(took, 1e-6))))
     (elapsed,) = meeting.largest([time.perf_counter() - began])
-    if elapsed + took * (warm_up + 2 * FEWEST * probe.steps) > LATE * seconds:
+    if elapsed + took * warm_up + (took + computed) * FEWEST * probe.steps > LATE * seconds:
         return None
     for _ in range(warm_up):
         probe.step()
