@@ -58,7 +58,7 @@ def cases_of(part: str, options: argparse.Namespace) -> dict[int, list[dict]]:
         return {n: [case | {"contenders": _only(names, options), "one_rank_a_node": False}] for n in options.ranks}
     if part == "fsdp":
         models = [name for name in options.models if name != "resnet50"]
-        step = {"kind": "fsdp", "contenders": list(FSDP), "rounds": rounds, "block": 1}
+        step = {"kind": "fsdp", "contenders": _only(FSDP, options), "rounds": rounds, "block": 1}
         return {2: [step | {"model": model} for model in models]}
     step = {"kind": "model", "contenders": _only(CONTENDERS, options), "rounds": rounds, "block": 1, "seconds": options.seconds}
     return {1 if part == "step" else 2: [step | {"model": model} for model in options.models]}

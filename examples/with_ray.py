@@ -2,8 +2,8 @@
 
     python examples/with_ray.py          # two workers on this machine
 
-The first time, worker 1 ends in the middle of its third epoch. Ray starts both workers again, from the last checkpoint: model,
-optimizer, and what each worker's error feedback remembers.
+The first time, worker 1 ends in the middle of its third epoch. Ray starts both workers again, from the last checkpoint that it
+knows of: model, optimizer, and what each worker's error feedback remembers.
 """
 
 import os

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from studies.collection import FOLDER, Page, pages
-from studies.pages import ROOT, need, texts
+from studies.pages import ROOT, need, runs_text, texts
 
 from lowp.lab.records import record_of
 
@@ -60,8 +60,7 @@ def show(found: list[Page], *, check: bool) -> int:
             if part.record is None:
                 print(f"    {part.name:16} not run: needs {need(part)}; {part.command}")
                 continue
-            made = sum(len(each.runs) for each in part.record.results.settings)
-            print(f"    {part.name:16} {made} runs recorded {part.record.recorded}; takes {need(part)}")
+            print(f"    {part.name:16} {runs_text(part.record.results)}, recorded {part.record.recorded}; takes {need(part)}")
         for claim in page.claims:
             print(f"        {claim.judged.verdict:14} {claim.says}")
     stale = [path for path, text in texts(found).items() if not path.exists() or path.read_text() != text]

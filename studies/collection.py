@@ -29,7 +29,8 @@ from lowp.lab.study import Study, read_study
 FOLDER = Path(__file__).parent
 KINDS = ("no_worse", "worse", "better")
 _PAGE_KEYS = {"title", "paper", "order", "about", "claim", "part", "differs", "also"}
-_CLAIM_KEYS = {"says", "part", "setting", "than", "kind", "margin"}
+_CLAIM_KEYS = {"says", "part", "setting", "than", "kind", "margin", "readme"}
+_FEW = 4  # seeds, of which no plan for more is made
 _PART_KEYS = {"gpu_minutes", "data", "jobs", "machine"}
 
 
@@ -70,6 +71,7 @@ class Claim:
     kind: str
     margin: float
     than: str  # the setting to compare with; "": the baseline
+    readme: bool  # does README's table have it?
 
     @cached_property
     def judged(self) -> "Judgement":
@@ -106,7 +108,7 @@ def _judge(kind: str, margin: float, found: Summary, lost: int) -> Judgement:
     if lost:
         holds, fails = kind == "worse", kind != "worse"
     verdict = "holds" if holds else "does not hold" if fails else "open"
-    needed = seeds_needed(found, margin, LEVEL) if verdict == "open" and found.n > 1 and margin > 0 else None
+    needed = seeds_needed(found, margin, LEVEL) if verdict == "open" and found.n >= _FEW and margin > 0 else None
     return Judgement(verdict, found.n + lost, found.mean, found.half, needed, lost)
 
 
@@ -171,7 +173,15 @@ def _claim(told: dict[str, Any], parts: dict[str, Part], path: Path) -> Claim:
     for setting in filter(None, (told["setting"], told.get("than", ""))):
         if part.study.changes and not part.study.axes and setting not in names:
             raise PageError(f"{path}: claim {told['says']!r} is about {setting!r}, which {part.path.name} does not have")
-    return Claim(told["says"], part, told["setting"], told["kind"], told.get("margin", 0.0), told.get("than", ""))
+    return Claim(
+        told["says"],
+        part,
+        told["setting"],
+        told["kind"],
+        told.get("margin", 0.0),
+        told.get("than", ""),
+        told.get("readme", False),
+    )
 
 
 def _known(told: dict[str, Any], keys: set[str], path: Path) -> None:

@@ -86,8 +86,7 @@ def _part_lines(part: Part) -> Iterator[str]:
         return
     results = record.results
     where = "; ".join(dict.fromkeys(_machine(each) for each in record.environments))
-    runs = sum(len(each.runs) + len(each.failures) for each in results.settings)
-    yield from (f"{runs} runs, recorded {record.recorded}: {where}. Baseline: {results.baseline}.", "")
+    yield from (f"{runs_text(results)}, recorded {record.recorded}: {where}. Baseline: {results.baseline}.", "")
     yield from table(*_settings_table(results))
     yield ""
     yield (
@@ -97,6 +96,16 @@ def _part_lines(part: Part) -> Iterator[str]:
     for line in _reasons(results):
         yield f"- {line}"
     yield ""
+
+
+def runs_text(results: StudyResults) -> str:
+    """How many runs were made, and what became of them."""
+    states = [run.state for each in results.settings for run in each.runs.values()]
+    states += ["failed" for each in results.settings for _ in each.failures]
+    planned = sum(each.planned for each in results.settings)
+    others = [f"{states.count(state)} {state}" for state in ("diverged", "failed") if state in states]
+    text = f"{states.count('finished')} of {planned} runs finished"
+    return ", ".join([text, *others])
 
 
 def _planned(part: Part) -> str:
@@ -198,10 +207,10 @@ def _errors_lines(page: Page) -> Iterator[str]:
 
 
 def evidence(pages: Sequence[Page]) -> list[str]:
-    """README's table: every claim, its verdict, n, and the page."""
+    """README's table: the claims that count most, their verdicts, n, and the pages."""
     rows = []
     for page in pages:
-        for claim in page.claims:
+        for claim in (each for each in page.claims if each.readme):
             found = claim.judged
             scale, digits = (100, 2) if claim.part.study.metric != "loss" else (1, 4)
             out = _advantage(found, scale, digits)
@@ -222,7 +231,7 @@ def index_text(pages: Sequence[Page]) -> str:
     lines = [
         "# Studies",
         "",
-        "What papers claim, run again with `lowp ablate`. Made by `make studies` of the records in `studies/`.",
+        "What papers claim, run again with `lowp ablate`. Made by `make studies` of the records in the folder `studies`.",
         "",
     ]
     rows = []

@@ -90,7 +90,7 @@ def test_ray(tmp_path):
     out = start(tmp_path, sys.executable, "examples/with_ray.py", seconds=240)
     assert number(r"last batch: ([\d.]+)", out) < 0.8
     assert is_compressed(out)
-    assert "the workers that finished began at epoch 2" in out
+    assert number(r"began at epoch (\d)", out) in {1, 2}  # Ray may not have taken note of the last checkpoint
 
 
 def test_pure_fp16(tmp_path):
@@ -110,7 +110,7 @@ def test_simulate_and_search(tmp_path):
 def test_a_recipe_of_ones_own(tmp_path):
     command = (sys.executable, "-m", "lowp", "train", "own_recipe.toml", "--ranks", "2", "--out", str(tmp_path / "run"))
     out = start(tmp_path, *command, folder=EXAMPLES)
-    assert number(r"([\d.]+) ?%", out) > 90
+    assert number(r"test accuracy +([\d.]+) %", out) > 90
 
 
 def test_every_script_is_in_the_readme_and_is_tested():

@@ -74,7 +74,7 @@ def run(march: str, tests: tuple[str, ...], *options: str, seconds: int) -> None
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("march", narrower())
+@pytest.mark.parametrize("march", narrower()[-1:])  # the next shorter length; below, all of them
 def test_shorter_vectors_have_the_same_bits(march):
     run(march, KERNELS, seconds=800)
 

@@ -5,7 +5,8 @@
     node 1: eth0 --tbf--> veth --+
 
 - A node is a namespace. What it sends passes a token bucket (tbf) on its eth0, as on a card of that rate; what it receives was
-  shaped by the sender, so a link is full duplex. Nothing touches the host's interfaces, and names carry our process id.
+  shaped by the sender, so a link is full duplex. Nothing touches the host's interfaces, and names carry our process id: what a
+  process has left that was killed hard is removed when the next one starts.
 - Several ranks on a node share its eth0, as on a machine with several GPUs, and reach each other through the kernel's loopback,
   which is not shaped: addresses of the own namespace never leave it. This is all that 2 x 2 ranks need. Classes by destination
   (htb) would give each rank a card of its own, which machines do not have.
@@ -16,6 +17,7 @@
 """
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ LARGEST_PACKET = 64 << 10
 BURST_SECONDS = 0.5e-3
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 LOOPBACK = "loopback"
+NAME = re.compile(r"lowp(\d+)-(?:switch|node\d+)")  # of a namespace of ours; the number is the process's
 TCP = {  # in our namespaces; the host keeps its own
     "tcp_congestion_control": "reno",  # waits for losses, of which there are none; bbr, some hosts' default, pauses to probe
     "tcp_rmem": "4096 4194304 33554432",  # windows that are large from the start, not after some transfers
@@ -97,6 +100,7 @@ def burst_bytes(rate: str) -> int:
 def network(topology: Topology) -> Iterator[list[Node]]:
     """Make the nodes of `topology`, and remove them whatever happens; interfaces go with their namespaces."""
     check_able()
+    remove_stale()
     prefix = f"lowp{os.getpid()}"
     switch = f"{prefix}-switch"
     nodes = [Node(f"{prefix}-node{i}", f"10.77.0.{i + 1}") for i in range(len(topology.rates))]
@@ -120,6 +124,26 @@ def network(topology: Topology) -> Iterator[list[Node]]:
         for namespace in reversed(made):
             # not checked: the one that failed to appear is not there to be removed
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, timeout=SETUP_TIMEOUT)
+
+
+def remove_stale() -> list[str]:
+    """Remove namespaces of ours whose process is gone (ranks that still run there keep their network until they end)."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=SETUP_TIMEOUT).stdout
+    found = [line.split()[0] for line in listed.splitlines() if line.strip()]
+    stale = [name for name in found if (ours := NAME.fullmatch(name)) and not _runs(int(ours[1]))]
+    for name in stale:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=SETUP_TIMEOUT)
+    return stale
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _plug_in(node: Node, rate: str, switch: str, port: str) -> None:

@@ -25,6 +25,7 @@ samples = { resnet50 = 1000, gpt2 = [[8, 60], [16, 71]] }
 batch = 4
 forward = "1 ms"
 backward = "2 ms"
+excess = { fp32 = "1 ms", compressed = "3 ms" }
 layers = { weight = "1.5 ms", bias = "0.5 ms" }
 [codecs."e5m2/aps"]
 encode = "0.2 ns"
@@ -58,6 +59,7 @@ def test_everything_that_a_file_says(tmp_path):
     assert cluster.device.flops == 50e12
     assert cluster.device.samples == {"resnet50": ((1, 1000.0),), "gpt2": ((8, 60.0), (16, 71.0))}
     assert cluster.device.times["mine"].layers["weight"] == pytest.approx(1.5e-3)
+    assert cluster.device.times["mine"].excess == {"fp32": pytest.approx(1e-3), "compressed": pytest.approx(3e-3)}
     assert cluster.device.codecs["e5m2/aps"].add == pytest.approx(1e-10)
     assert cluster.levels[1].bandwidth == pytest.approx(10e9)
     assert cluster.levels[1].shared == 4
@@ -101,6 +103,8 @@ MISTAKES = [
     ('name = "chip"', 'nmae = "chip"', "device.nmae: no such key; did you mean 'name'"),
     ("[device]", "[devic]", "devic: no such key; did you mean 'device'?"),
     ("batch = 4", "", "device.times.mine.batch: is missing"),
+    ("compressed =", "packed =", "device.times.mine.excess.packed: no such kind of wire; there are fp32, hook, compressed"),
+    ('compressed = "3 ms"', 'compressed = "-3 ms"', "device.times.mine.excess.compressed: '-3 ms' must be at least 0"),
 ]
 
 

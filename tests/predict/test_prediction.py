@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import lowp
 from lowp.predict.architectures import workload_of
-from lowp.predict.cluster import Cluster, CodecSpeed, Device, LinkLevel, Stragglers
+from lowp.predict.cluster import Cluster, CodecSpeed, Device, LinkLevel, ModelTimes, Stragglers
 from lowp.predict.cluster_file import cluster_of
 from lowp.predict.memory_needs import TrainingFormats
 from lowp.predict.prediction import bucketed, predict, ranks_of
@@ -146,6 +146,23 @@ def test_a_step_has_an_overhead_on_several_ranks():
     busy = cluster(step_overhead=3e-3)
     assert step("fp32", 8, busy).step - step("fp32", 8).step == pytest.approx(3e-3)
     assert step("fp32", 1, busy).step == step("fp32", 1).step
+
+
+@pytest.mark.parametrize(
+    ("wire", "kind"),
+    [
+        ("fp32", "fp32"), ("fp32@halving_doubling", "fp32"), ("fp16", "hook"), ("bf16", "hook"), ("fp16@torus", "hook"),
+        ("e5m2/aps", "compressed"), ("fp32@ring", "compressed"), ("adaptive:4.4", "compressed"),
+    ],
+)  # fmt: skip
+def test_whole_steps_have_an_excess_by_kind_of_wire(wire, kind):
+    excess = {"fp32": 1e-3, "hook": 2e-3, "compressed": 4e-3}
+    times = ModelTimes(64, 0.01, 0.02)
+    plain = cluster().with_times("resnet18-cifar", times)
+    measured = cluster().with_times("resnet18-cifar", replace(times, excess=excess))
+    assert step(wire, 8, measured).step - step(wire, 8, plain).step == pytest.approx(excess[kind])
+    assert step(wire, 8, measured).times.idle == pytest.approx(excess[kind])
+    assert step(wire, 1, measured).step == step(wire, 1, plain).step
 
 
 def test_buckets_are_ddps():

@@ -193,10 +193,13 @@ def test_one_call_in_the_graph_for_each_tensor(options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"rounding": "stochastic"}, {"scale": "tensor"}], ids=["nearest", "stochastic", "scaled"]
+    ("options", "by_sample"),
+    [({}, False), ({"rounding": "stochastic"}, True), ({"scale": "tensor"}, True)],
+    ids=["nearest", "stochastic by sample", "scaled by sample"],
 )
-def test_compiled_transforms(options):
-    """Gradients by torch.func are rounded in compiled code as well. (On numbers whose sums are exact.)"""
+def test_compiled_transforms(options, by_sample):
+    """Gradients by torch.func are rounded in compiled code as well, those of single samples too. (On numbers whose sums are
+    exact.)"""
     torch._dynamo.reset()
     model = seeded(small)
     simulate(model, **FORMATS, **options)
@@ -206,9 +209,9 @@ def test_compiled_transforms(options):
 
     parameters = dict(model.named_parameters())
     x = torch.randint(-8, 9, (6, 5), generator=torch.Generator().manual_seed(3)) / 8
-    for gradient in (torch.func.grad(loss), torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))):
-        want, got = gradient(parameters, x), torch.compile(gradient, backend="aot_eager", fullgraph=True)(parameters, x)
-        same(got.values(), want.values())
+    gradient = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0)) if by_sample else torch.func.grad(loss)
+    want, got = gradient(parameters, x), torch.compile(gradient, backend="aot_eager", fullgraph=True)(parameters, x)
+    same(got.values(), want.values())
 
 
 def test_compiled_code_follows_changes():

@@ -175,3 +175,15 @@ def test_known_draws():
 
 
 GOLDEN = [210621067, 507863076, 640179918, 407634991]
+
+
+def test_a_kernel_draws_what_plain_operations_do():
+    """Noise is made for two vectors at a time: lengths around one and two of them, indices beyond 2^16 and 2^30."""
+    x = torch.randn(70_000, generator=torch.Generator().manual_seed(4))
+    for offset in (0, 65_521, (1 << 30) - 9):
+        for count in (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 70_000):
+            found = []
+            for policy in ("never", "always"):
+                lowp.set_kernel_policy(policy)
+                found.append(lowp.quantize(x[:count], "e4m3fn", "stochastic", seed=lowp.Noise(7, step=2, offset=offset)))
+            assert torch.equal(*found), (offset, count)

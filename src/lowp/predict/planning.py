@@ -22,7 +22,7 @@ from lowp.predict.architectures import usual_batch, workload_of
 from lowp.predict.candidates import BUCKET_MB, candidate_wires
 from lowp.predict.cluster import Cluster
 from lowp.predict.cluster_file import cluster_of
-from lowp.predict.gradients import SampleGradients, gradients_of
+from lowp.predict.gradients import MOST_RANKS, SampleGradients, gradients_of
 from lowp.predict.prediction import BUCKET_MB as USUAL_BUCKET_MB
 from lowp.predict.prediction import MEGABYTE, PredictedStep, predict
 from lowp.predict.subjects import subject_of
@@ -167,14 +167,14 @@ def plan(
     if gradients is None:
         if isinstance(model, Workload):
             raise ValueError("gradients: is missing; a Workload computes none")
-        gradients = gradients_of(subject_of(model, inputs, loss, batch=_samples(batch, ranks)), ranks)
+        gradients = gradients_of(subject_of(model, inputs, loss, batch=_samples(ranks)), ranks)
     options = _with_errors(options, gradients, max_error, ranks, arrangement.node)
     return WirePlan(chosen_of(options), tuple(options), max_error, gradients.source)
 
 
-def _samples(batch: int, ranks: int) -> int:
-    """Of a named model's batch that several ranks' gradients are taken from: a few for each."""
-    return min(max(batch, 2), 4) * min(ranks, 8)
+def _samples(ranks: int) -> int:
+    """Of a named model's batch that several ranks' gradients are taken from: two for each, the fewest that norms need."""
+    return 2 * min(ranks, MOST_RANKS)
 
 
 def _sizes(bucket_mb: Iterable[float]) -> list[float]:

@@ -7,11 +7,14 @@ hooks in Python keep the host from launching, and NCCL and the computation slow 
 
 So a few whole steps are measured for each kind of wire (`WireChoice.kind`): torch's all-reduce, a hook of torch's, a codec of
 lowp's. What such a step takes longer than is predicted from the parts is the model's `excess`. It belongs to every wire of
-that kind, whatever its bytes: links, codecs and reductions still come from their own figures.
+that kind, whatever its bytes: links, codecs and reductions still come from their own figures. On a CPU the causes are the same
+whoever sends, and steps of the same kind differ by a tenth: there the three are three measurements of one excess, their median.
 """
 
+import gc
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowp.predict.cluster import Cluster, ModelTimes
 from lowp.predict.prediction import predict
 from lowp.predict.probes.meeting import FEWEST, Meeting
+from lowp.predict.probes.model import plain_step
 from lowp.predict.subjects import Subject
 from lowp.predict.wires import COMPRESSED, FP32, HOOK, compress_arguments
 from lowp.predict.workload import ModelLayer, Work, Workload
@@ -31,7 +35,7 @@ from lowp.wire.ddp import compress_gradients
 PROBES = {FP32: "fp32", HOOK: "bf16", COMPRESSED: "int8/block:256@two_shot"}
 WARM_UP = {"cpu": 3, "cuda": 6}  # steps; the wire records its launches in the fourth
 BLOCK_SECONDS, MOST_STEPS = 0.4, 10  # of steps that follow each other, as in training
-ROUNDS = 7
+ROUNDS = 15
 LATE = 2.0  # times as long as it may take: then steps are not measured
 
 
@@ -40,25 +44,43 @@ def with_excess(
 ) -> tuple[ModelTimes, dict[str, float]]:
     """The model's times with their excess, and the seconds that steps took, by kind of wire. No time is left: no seconds.
 
-    `kinds`: wires to be measured, of `PROBES`.
+    `kinds`: wires to be measured, of `PROBES`. Steps take turns with the bare computation, and are compared with that: where
+    the machine is slower for some seconds, both are. For the same reason the times of the computation become the median of
+    those that were found so far and those that are found here.
     """
     times = cluster.device.times[subject.name]
-    probes = [_Probe(subject, wire, meeting.group) for wire in kinds.values()]
-    try:
-        found = _measured(meeting, dict(zip(kinds, probes, strict=True)), seconds)
-    finally:
-        for probe in probes:
+    found = {}
+    for kind, wire in kinds.items():
+        gc.collect()  # DDPs that nobody has any more: their hooks are still called
+        probe = _Probe(subject, wire, meeting.group)
+        try:
+            pair = _measured(meeting, probe, plain_step(subject), seconds / len(kinds))
+        finally:
             probe.end()
-    if not found:
-        return times, {}
+        if pair is None:
+            return times, {}
+        found[kind] = pair
     workload = measured_workload(subject, times)
-    predicted = predict(workload, cluster, [kinds[kind] for kind in found], meeting.ranks, batch=times.batch).steps
-    excess = {kind: max(0.0, took - parts.step) for (kind, took), parts in zip(found.items(), predicted, strict=True)}
-    return replace(times, excess=excess), found
+    predicted = predict(workload, cluster, list(kinds.values()), meeting.ranks, batch=times.batch).steps
+    computed = times.forward + times.backward
+    excess = {
+        kind: max(0.0, (step - plain) - (parts.step - computed))
+        for (kind, (step, plain)), parts in zip(found.items(), predicted, strict=True)
+    }
+    if meeting.device.type == "cpu":
+        excess = dict.fromkeys(excess, statistics.median(excess.values()))
+    now = statistics.median([computed, *(plain for _, plain in found.values())])
+    return replace(scaled(times, now / computed), excess=excess), {kind: step for kind, (step, _) in found.items()}
+
+
+def scaled(times: ModelTimes, factor: float) -> ModelTimes:
+    """The computation, so many times as slow."""
+    layers = {name: factor * own for name, own in times.layers.items()}
+    return replace(times, forward=factor * times.forward, backward=factor * times.backward, layers=layers)
 
 
 class _Probe:
-    """Steps under DistributedDataParallel that send in one way. (A DDP around a module leaves other DDPs around it alone.)"""
+    """Steps under DistributedDataParallel that send in one way."""
 
     def __init__(self, subject: Subject, wire: str, group: Any) -> None:
         self._subject, self._handle, self.steps = subject, None, 1
@@ -93,25 +115,28 @@ def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tens
     return future.then(widened)
 
 
-def _measured(meeting: Meeting, probes: Mapping[str, _Probe], seconds: float) -> dict[str, float]:
-    """Seconds of a step of the slowest rank, in turns; nothing where that would take much longer than it may."""
+def _measured(meeting: Meeting, probe: _Probe, plain: Callable[[], None], seconds: float) -> tuple[float, float] | None:
+    """Seconds of a step of the slowest rank, and of its computation alone, the ranks' mean.
+
+    None where that would take much longer than it may.
+    """
     began, warm_up = time.perf_counter(), WARM_UP[meeting.device.type]
-    needed = 0.0
-    for probe in probes.values():
-        probe.step()
-        (took,) = meeting.largest([meeting.seconds(probe.step)])
-        probe.steps = max(1, min(MOST_STEPS, round(BLOCK_SECONDS / max(took, 1e-6))))
-        needed += took * (warm_up + FEWEST * probe.steps)
+    probe.step()
+    (took,) = meeting.largest([meeting.seconds(probe.step)])
+    probe.steps = max(1, min(MOST_STEPS, round(BLOCK_SECONDS / max(took, 1e-6))))
     (elapsed,) = meeting.largest([time.perf_counter() - began])
-    if elapsed + needed > LATE * seconds:
-        return {}
-    for probe in probes.values():
-        for _ in range(warm_up):
-            probe.step()
-    found = meeting.slowest(
-        meeting.in_turns({kind: probe.block for kind, probe in probes.items()}, max(0.0, seconds - elapsed), ROUNDS)
-    )
-    return {kind: took / probes[kind].steps for kind, took in found.items()}
+    if elapsed + took * (warm_up + 2 * FEWEST * probe.steps) > LATE * seconds:
+        return None
+    for _ in range(warm_up):
+        probe.step()
+
+    def alone() -> None:
+        for _ in range(probe.steps):
+            plain()
+
+    times = meeting.in_turns({"step": probe.block, "plain": alone}, max(0.0, seconds - elapsed), ROUNDS)
+    step = meeting.slowest(times)["step"] / probe.steps
+    return step, statistics.median(meeting.mean(times["plain"])) / probe.steps
 
 
 def measured_workload(subject: Subject, times: ModelTimes) -> Workload:

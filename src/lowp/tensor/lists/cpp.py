@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 
+from lowp.tensor.lists import drawing
 from lowp.tensor.lists.cache import UnsafeCache, load_library
 from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.lists.tracing import Element, Program, Statement, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
 
 LONGEST_BLOCK = 4096  # elements
+_AHEAD = 4096  # bytes: a page
 _SIGNATURE = """
 extern "C" void run(const int64_t* pointers, const int64_t* lengths, const int64_t* widths, const int32_t* numbers,
                     long tensors, long columns, const float* scalars, const int64_t* tables, int64_t* reduced,
@@ -58,6 +60,9 @@ class _Source:
     def __init__(
         self, program: Program, elements: tuple[Element, ...], writes: tuple[int, ...], reductions: tuple[str, ...]
     ) -> None:
+        apart = drawing.taken_apart(program)
+        # Of blocks, the numbers before and after their maxima are known would each need the words.
+        self.drawn, program = apart if len(_stages(program)) == 1 else (None, program)
         self.program = program
         self.elements = elements
         self.reductions = reductions
@@ -76,7 +81,13 @@ class _Source:
         lines += [_CHUNK, *(f"        const auto constant{i} = ::constant{i};" for i in self.printer.constants.values())]
         lines += [f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in self.program.scalars.items()]
         lines += inner
-        return "\n".join([preamble(), *self.printer.declarations(), *lines])
+        begin = [preamble(self._wide()), *([drawing.PREAMBLE] if self.drawn else [])]
+        return "\n".join([*begin, *self.printer.declarations(), *lines])
+
+    def _wide(self) -> bool:
+        """Are there 64-bit numbers? Then a register holds as many of them as a vector has: of longer vectors GCC makes code
+        that passes through memory, and takes six times as long to make it."""
+        return any(v.dtype.itemsize == 8 for v in (*self.program.elements, *(s.result for s in self.program.statements)))
 
     def _of_tensor(self) -> list[str]:
         """What a chunk's tensor brings."""
@@ -84,8 +95,7 @@ class _Source:
         for i, e in enumerate(self.elements):
             kind = SCALARS[e.dtype]
             lines.append(f"        {kind}* p{i} = ({kind}*)pointers[tensor * columns + {i}];")
-        for place, v in self.program.numbers.items():
-            kind = TYPES[v.dtype]
+        for place, v, kind in drawing.typed_numbers(self.program, self.drawn):
             lines.append(f"        const {kind} {v.name} = splat<{kind}>(numbers[{place} * tensors + tensor]);")
         return lines + [f"        {'i32' if kind == 'max' else 'i64'} r{i} = {{}};" for i, kind in enumerate(self.reductions)]
 
@@ -100,11 +110,17 @@ class _Source:
         lines += [f"            {TYPES[v.dtype]} kept_{v.name}[{LONGEST_BLOCK} / LANES];" for v in self.kept]
         for number, (statements, maxima) in enumerate(self.stages):
             lines += [f"            f32 most_{m.result.name} = {{}};" for m in maxima]
-            lines += [f"            const auto stage{number} = [&](long e, long count) __attribute__((always_inline)) {{"]
+            more = self.drawn.parameters if self.drawn else ""
+            lines += [f"            const auto stage{number} = [&](long e, long count{more}) __attribute__((always_inline)) {{"]
             lines += ["                " + line for line in self._body(number, statements, maxima)]
-            lines += ["            };", f"            {{ {_LOOP.format(number)} }}"]
+            lines += ["            };", *("            " + line for line in self._loop(number))]
             lines += [f"            const f32 {m.result.name} = splat<f32>(largest_of(most_{m.result.name}));" for m in maxima]
         return [*lines, "        }"]
+
+    def _loop(self, number: int) -> list[str]:
+        if self.drawn is None:
+            return [f"{{ {_LOOP.format(number)} }}"]
+        return self.drawn.loop(f"stage{number}", "b", "stop", f"numbers[{self.drawn.first} * tensors + tensor]")
 
     def _body(self, number: int, statements: list[Statement], maxima: list[Statement]) -> list[str]:
         """As many elements as a vector holds."""
@@ -115,6 +131,8 @@ class _Source:
         for i, e in enumerate(self.elements):
             if not e.of_block and f"x{i}" in needed:
                 lines.append(f"const {TYPES[e.dtype]} x{i} = load<{TYPES[e.dtype]}>(p{i} + e, count);")
+                if not self.written:  # one or two arrays are read, and nothing else is done: processors fetch to a page's end
+                    lines.append(f"__builtin_prefetch((const char*)(p{i} + e) + {_AHEAD});")
         if number > 0:
             lines += [f"const {TYPES[v.dtype]} {v.name} = kept_{v.name}[(e - b) / LANES];" for v in self.kept]
         lines += self._statements(statements, needed - _read(statements, []) | {v.name for v in self.kept})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.tensor.lists import cpp
+from lowp.tensor.lists import cpp, drawing
 from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.lists.tracing import Element, Program, Statement, fused, in_words, trace
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
@@ -129,14 +129,22 @@ class _FlatPrinter(Printer):
 _HELD_DTYPES = (torch.int8, torch.int16, torch.int32)
 
 
+def _loop(drawn: drawing.Drawing | None) -> list[str]:
+    if drawn is not None:
+        return drawn.loop("body", "first", "last", f"numbers[{drawn.first}]")
+    return ["long e = first;", "for (; e + LANES <= last; e += LANES) body(e, LANES);", "if (e < last) body(e, last - e);"]
+
+
 def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, tables: Sequence[Tensor]) -> str:
     """The program on as many numbers at a time as a vector holds, chunk by chunk."""
+    drawn, program = drawing.taken_apart(program)
     printer = _FlatPrinter(tables)
     statements = [f"const {TYPES[s.result.dtype]} {s.result.name} = {printer.expression(s)};" for s in program.statements]
     result = printer.argument(program.results[0], out)
     noticed = [f"            noticed |= {program.results[1].name};"] if len(program.results) > 1 else []
     inputs = "".join(f"const {SCALARS[dtype]}* p{i}, " for i, dtype in enumerate(sized))
     looked_up = "".join(f"const {SCALARS[table.dtype]}* table{i}, " for i, table in enumerate(tables))
+    words = drawn.parameters if drawn else ""
     indexed = any(s.operation == "index" for s in program.statements)
     lines = [
         f'extern "C" int run({inputs}{SCALARS[out]}* target, const int32_t* numbers, const float* scalars, {looked_up}'
@@ -147,22 +155,20 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
             f"        const auto constant{place} = ::constant{place};" for place in printer.constants.values()
         ),  # a register each
         *(
-            f"        const {TYPES[v.dtype]} {v.name} = splat<{TYPES[v.dtype]}>(numbers[{place}]);"
-            for place, v in program.numbers.items()
+            f"        const {kind} {v.name} = splat<{kind}>(numbers[{place}]);"
+            for place, v, kind in drawing.typed_numbers(program, drawn)
         ),
         *(f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in program.scalars.items()),
         *(f"        HOLD({number}, {count})" for number, count in printer.held.items()),
         "        i32 noticed = {};",
-        "        const auto body = [&](long e, long count) __attribute__((always_inline)) {",
+        f"        const auto body = [&](long e, long count{words}) __attribute__((always_inline)) {{",
         *(["            const i32 index = splat<i32>((int32_t)e) + LANE_NUMBERS;"] if indexed else []),
         *(f"            const {TYPES[dtype]} x{i} = load<{TYPES[dtype]}>(p{i} + e, count);" for i, dtype in enumerate(sized)),
         *(f"            {statement}" for statement in statements),
         f"            store(target + e, {result}, count);",
         *noticed,
         "        };",
-        "        long e = first;",
-        "        for (; e + LANES <= last; e += LANES) body(e, LANES);",
-        "        if (e < last) body(e, last - e);",
+        *("        " + line for line in _loop(drawn)),
         "        int any = 0;",
         "        for (int l = 0; l < LANES; l++) any |= noticed[l];",
         "        return any != 0 ? 1 : 0;",
@@ -178,4 +184,5 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
         "}",
     ]
     wide = any(s.result.dtype.itemsize == 8 for s in program.statements)
-    return "\n".join([preamble(wide), *([_HELD] if printer.held else []), *printer.declarations(), *lines])
+    begin = [preamble(wide), *([drawing.PREAMBLE] if drawn else []), *([_HELD] if printer.held else [])]
+    return "\n".join([*begin, *printer.declarations(), *lines])

@@ -136,7 +136,7 @@ def usual_and_general(program: Program) -> tuple[Program, tuple[Value, ...], Pro
             Statement("convert", s.result, (s.arguments[way],), s.operand) if s.operation == "shortcut" else s
             for s in program.statements
         ]
-        return Program(program.elements, program.numbers, program.scalars, _needed(statements, results), program.results)
+        return Program(program.elements, program.numbers, program.scalars, needed(statements, results), program.results)
 
     return taken(1, (*program.results, *conditions)), conditions, taken(2, program.results)
 
@@ -191,7 +191,7 @@ class _TracingMode(TorchDispatchMode):
 
     def program(self, results: Sequence[Tensor]) -> Program:
         values = tuple(self._as_value(result) for result in results)
-        statements = _needed(_short_roots(self._statements), values)
+        statements = needed(_short_roots(self._statements), values)
         return Program(self._elements, self._numbers, self._scalars, statements, values)
 
     def _as_value(self, result: Tensor) -> Value:
@@ -286,11 +286,11 @@ def fused(program: Program) -> Program:
                 return Statement("fma", s.result, (*made_by[product.name].arguments, other), s.operand)
         return s
 
-    statements = _needed([fuse(s) for s in program.statements], program.results)
+    statements = needed([fuse(s) for s in program.statements], program.results)
     return Program(program.elements, program.numbers, program.scalars, statements, program.results)
 
 
-_WORD = torch.uint16  # values of the program only: no function sees it
+WORD = torch.uint16  # values of the program only: no function sees it
 
 
 def in_words(program: Program, numbers: Collection[int]) -> Program:
@@ -301,7 +301,7 @@ def in_words(program: Program, numbers: Collection[int]) -> Program:
     shifts and sums make of words, as long as 16 bits are sure to hold it.
     """
     made_by = {s.result.name: s for s in program.statements}
-    words = {program.numbers[place].name: Value(program.numbers[place].name, _WORD) for place in numbers}
+    words = {program.numbers[place].name: Value(program.numbers[place].name, WORD) for place in numbers}
     most = dict.fromkeys(words, 0xFFFF)  # the largest number that a word may be
     statements: list[Statement] = []
 
@@ -349,15 +349,15 @@ def in_words(program: Program, numbers: Collection[int]) -> Program:
             statements.append(Statement(s.operation, s.result, arguments, s.operand))
         else:
             operation, arguments, most[s.result.name] = found
-            words[s.result.name] = Value(s.result.name, _WORD)
-            operand = torch.int32 if operation == "convert" else _WORD
+            words[s.result.name] = Value(s.result.name, WORD)
+            operand = torch.int32 if operation == "convert" else WORD
             statements.append(Statement(operation, words[s.result.name], arguments, operand))
     own = {place: words.get(value.name, value) for place, value in program.numbers.items()}
-    kept = _needed(statements, program.results)
+    kept = needed(statements, program.results)
     return Program(program.elements, own, program.scalars, kept, program.results)
 
 
-def _needed(statements: Sequence[Statement], results: tuple[Value, ...]) -> tuple[Statement, ...]:
+def needed(statements: Sequence[Statement], results: tuple[Value, ...]) -> tuple[Statement, ...]:
     """Without what nobody reads."""
     read = {value.name for value in results}
     kept = []
