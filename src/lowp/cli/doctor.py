@@ -161,9 +161,7 @@ def _compiler() -> Finding:
         name = compiler()
         said = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        advice = (
-            "install g++ (apt install g++) or clang++ (xcode-select --install): without one, CPUs round many times slower"
-        )
+        advice = "install g++ (apt install g++) or clang++ (xcode-select --install): without one, CPUs round many times slower"
         return Finding("C++ compiler", LESS, " ".join(str(error).split()), advice)
     return Finding("C++ compiler", OK, (said.splitlines() or [name])[0])
 
