@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp import optim as optim
     from lowp.health.audit import ForbiddenTensor as ForbiddenTensor
     from lowp.health.audit import audit as audit
+    from lowp.lab.recommend import Recommendation as Recommendation
+    from lowp.lab.recommend import recommend as recommend
     from lowp.optim.loss_scale import LossScale as LossScale
     from lowp.optim.loss_scale import LossScaleExhausted as LossScaleExhausted
     from lowp.predict.calibration import calibrate_cluster as calibrate_cluster
@@ -84,6 +86,7 @@ _MODULES = {  # where a name is to be found; without names: the module itself
     "lowp.fsdp": (),
     "lowp.health": (),
     "lowp.health.audit": ("ForbiddenTensor", "audit"),
+    "lowp.lab.recommend": ("Recommendation", "recommend"),
     "lowp.optim": (),
     "lowp.optim.loss_scale": ("LossScale", "LossScaleExhausted"),
     "lowp.predict": (),

@@ -16,6 +16,7 @@ from lowp.cli import (
     predict,
     quantize,
     recipes,
+    recommend,
     report,
     runs,
     tour,
@@ -30,6 +31,7 @@ EXAMPLES = examples(
     ("lowp recipes", "what can be trained"),
     ("lowp train aps8 --ranks 2", "gradients in 8 bits between two processes"),
     ("lowp runs", "what came of it"),
+    ("lowp recommend cnn", "which formats a model holds in"),
     ("lowp predict --cluster ethernet-25g", "what a cluster would do"),
     ("lowp calibrate --ranks 2 --model cnn", "measure this machine"),
     ("lowp plan --model cnn --cluster cluster.toml --ranks 2", "which wire to take on it"),
@@ -85,6 +87,7 @@ app.command("runs", epilog=runs.EXAMPLES)(runs.show_runs)
 app.command("ablate", epilog=ablate.EXAMPLES)(ablate.ablate)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("view", epilog=view.EXAMPLES)(view.view)
+app.command("recommend", epilog=recommend.EXAMPLES)(recommend.recommend_formats)
 app.command("memory", epilog=memory.EXAMPLES)(memory.show_memory)
 app.command("predict", epilog=predict.EXAMPLES)(predict.predict_steps)
 app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
