@@ -113,11 +113,12 @@ def _compare(runs: list[Run]) -> None:
 def _print_groups(count: int, width: int, tables: "Callable[[list[int]], Table]") -> None:
     """As many runs side by side as there is room for; the others below, each group again with the first."""
     out = console()
+    unlimited = out.options.update(width=1 << 20)
     places = list(range(1, count))
     for others in range(max(1, len(places)), 0, -1):
         groups = [[0, *places[start : start + others]] for start in range(0, max(1, len(places)), others)]
         made = [tables(group) for group in groups]
-        if others == 1 or all(out.measure(each).maximum <= width for each in made):
+        if others == 1 or all(out.measure(each, options=unlimited).maximum <= width for each in made):
             break
     for number, each in enumerate(made):
         if number:
