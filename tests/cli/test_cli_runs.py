@@ -170,6 +170,18 @@ def test_compare_more_and_one_with_itself(stdout, root):
     assert "their recipes are the same" in stdout("runs", "fp32-001", "fp32-001", "--root", root)
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+def test_five_runs_are_compared_on_narrow_terminals(stdout, root, columns):
+    names = ["fp32-001", *(f"e5m2-with-a-name-{number}" for number in range(4))]
+    for name in names[1:]:
+        make_run(root / name, "e5m2", 0.88, 0.25)
+    lines = stdout("runs", *names, "--root", root, columns=columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert sum(line.startswith("test accuracy") for line in lines) > 1  # groups, each with the first
+    assert sum(line.count("-2.00 points") for line in lines) == 8  # of the last and of the best accuracy
+    assert all(any(name in line for line in lines) for name in names)
+
+
 def test_json(from_json, root):
     listed = from_json("runs", "--root", root)
     assert [run["name"] for run in listed] == ["e4m3-001", "e5m2-001", "fp32-001"]

@@ -10,6 +10,7 @@ import pytest
 
 import lowp
 from lowp import invocation
+from lowp.cli import completion
 
 SOURCE = str(Path(lowp.__file__).parents[1])
 BLOCKED = ("torch", "numpy", "matplotlib")
@@ -39,6 +40,33 @@ def test_help_and_lists_need_no_torch(tmp_path):
     codes = json.loads(done.stdout)
     assert set(codes.values()) == {0}, codes
     assert {"--help", "train --help", "ablate --help"} <= set(codes)
+
+
+def test_names_are_completed(monkeypatch, tmp_path):
+    from lowp.training.recipes import RECIPES
+
+    assert set(completion.recipe_names()) == set(RECIPES)
+    assert "aps8" in completion.recipes("ap")
+    assert completion.formats("e4m3fn") == ["e4m3fn", "e4m3fnuz"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo-001" / "aps8").mkdir(parents=True)
+    (tmp_path / "runs" / "demo-001" / "aps8" / "recipe.toml").touch()
+    assert completion.runs("de") == ["demo-001/aps8"]
+
+
+def test_the_shell_is_answered():
+    environment = os.environ | {
+        "PYTHONPATH": SOURCE, "_LOWP_COMPLETE": "complete_bash", "COMP_WORDS": "lowp train aps", "COMP_CWORD": "2",
+    }  # fmt: skip
+    code = "import sys; sys.argv = ['lowp']; from lowp.cli import app; app(prog_name='lowp')"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert {"aps8", "aps8-paper"} <= set(done.stdout.split())
+
+
+def test_flags_are_shown_as_flags(stdout):
+    text = stdout("train", "--help") + stdout("--help")
+    assert "<bool>" not in text
+    assert "--install-completion" in text
 
 
 @pytest.fixture

@@ -95,3 +95,11 @@ def test_divergence_is_raised():
     with pytest.raises(lowp.Diverged, match="diverged in step"):
         lowp.train("fp32", SMALL | {"optimizer.lr": 1e30, "epochs": 3}, out="far", quiet=True)
     assert lowp.train.__module__ == "lowp.train_function"  # no package of that name has taken its place
+
+
+@pytest.mark.parametrize(("weights", "share"), [("fp32", 1.0), ("bf16", 0.5)])
+def test_uncompressed_gradients_travel_as_wide_as_the_weights(weights, share):
+    """As with DistributedDataParallel, which sends gradients in their own dtype."""
+    changes = SMALL | {"precision.weights": weights, "data.limit": 48}
+    found = lowp.train("fp32", changes, virtual_ranks=2, out=weights, quiet=True).metrics
+    assert found["bytes_sent"] == pytest.approx(share * found["bytes_of_fp32"], rel=0.01)

@@ -43,7 +43,6 @@ EXAMPLES = examples(
 app = typer.Typer(
     cls=OneLineErrors,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback; a user's mistake shows one line
     rich_markup_mode="rich",
     epilog=EXAMPLES,

@@ -29,8 +29,26 @@ def _out_of_memory(error: Exception) -> bool:
     )
 
 
+def _flags_without_value(params: Any) -> Any:
+    """`--json`, and not `--json <bool>`."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
 class OneLineErrors(TyperGroup):
-    """The group of all commands. `lowp --traceback ...` lets the exception through."""
+    """The group of all commands. `lowp --traceback ...` lets the exception through. Flags are shown without a value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _flags_without_value(super().get_params(ctx))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and "get_params" not in vars(command):
+            all_of_it = command.get_params
+            vars(command)["get_params"] = lambda ctx: _flags_without_value(all_of_it(ctx))
+        return command
 
     def invoke(self, ctx: Any) -> Any:  # typer keeps its own kind of context to itself
         try:

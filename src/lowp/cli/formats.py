@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import lowp.formats
+from lowp.cli import completion
 from lowp.cli.figures import FAMILIES, by_family, of_family
 from lowp.cli.format_page import document, print_page
 from lowp.cli.format_plot import DEFAULT_PLOT, plot_formats
@@ -25,7 +26,12 @@ EXAMPLES = examples(
 def show_formats(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAMES", help="Formats to show in full. Without names: the table of all.", show_default=False),
+        typer.Argument(
+            metavar="NAMES",
+            help="Formats to show in full. Without names: the table of all.",
+            show_default=False,
+            autocompletion=completion.formats,
+        ),
     ] = None,
     family: Annotated[
         str | None, typer.Option(metavar="FAMILY", help=f"Only one family in the table: {', '.join(FAMILIES)}.")

@@ -34,7 +34,7 @@ def recommend_formats(
     formats: Annotated[
         list[str] | None, typer.Option("--format", metavar="NAME", help="Formats to try. Default: what hardware has.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each training.")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each training.")] = 20,
     seeds: Annotated[int, typer.Option(min=2, help="Trainings of each format.")] = 3,
     tolerance: Annotated[float, typer.Option(help="By what part of float32's loss a loss may be larger.")] = 0.02,
     data: Annotated[

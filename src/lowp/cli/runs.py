@@ -2,18 +2,23 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lowp.cli import completion
 from lowp.cli.columns import fitting, print_columns, terminal_width
 from lowp.cli.output import JSON_HELP, console, examples, print_json
 from lowp.cli.runs_table import columns_of_runs, comparison, format_of, recipe_differences
 from lowp.invocation import command
 from lowp.training.runs import Run, differences, find_run, runs_under
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 EXAMPLES = examples(
     ("lowp runs", "all runs under ./runs"),
@@ -28,7 +33,10 @@ def show_runs(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUNS", help="Directories, or names under --root. Without any: all are listed.", show_default=False
+            metavar="RUNS",
+            help="Directories, or names under --root. Without any: all are listed.",
+            show_default=False,
+            autocompletion=completion.runs,
         ),
     ] = None,
     root: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs are.")] = Path("runs"),
@@ -88,7 +96,7 @@ def _list(runs: list[Run], root: Path) -> None:
 
 def _compare(runs: list[Run]) -> None:
     out = console()
-    out.print(comparison(runs))
+    _print_groups(len(runs), out.width, lambda places: comparison([runs[place] for place in places]))
     for run in runs:
         if run.message:
             out.print(f"\n{run.name}: {run.message}", markup=False)
@@ -97,9 +105,25 @@ def _compare(runs: list[Run]) -> None:
     different = differences(run.recipe for run in runs)
     if different:
         out.print()
-        out.print(recipe_differences(different, [run.name for run in runs]))
+        _print_groups(len(runs), out.width, lambda places: recipe_differences(different, [run.name for run in runs], places))
     else:
         out.print("\ntheir recipes are the same")
+
+
+def _print_groups(count: int, width: int, tables: "Callable[[list[int]], Table]") -> None:
+    """As many runs side by side as there is room for; the others below, each group again with the first."""
+    out = console()
+    unlimited = out.options.update(width=1 << 20)
+    places = list(range(1, count))
+    for others in range(max(1, len(places)), 0, -1):
+        groups = [[0, *places[start : start + others]] for start in range(0, max(1, len(places)), others)]
+        made = [tables(group) for group in groups]
+        if others == 1 or all(out.measure(each, options=unlimited).maximum <= width for each in made):
+            break
+    for number, each in enumerate(made):
+        if number:
+            out.print()
+        out.print(each)
 
 
 def _say_damage(runs: list[Run]) -> None:

@@ -116,7 +116,7 @@ def comparison(runs: list[Run]) -> "Table":
     result = table()
     result.add_column("", no_wrap=True)
     for index, run in enumerate(runs):
-        result.add_column(_literal(run.name), justify="right")
+        result.add_column(_literal(run.name), justify="right", overflow="fold")
         if index:
             result.add_column("", no_wrap=True, style="dim")
     for row in ROWS:
@@ -134,14 +134,15 @@ def _compared(row: ComparedFigure, values: list[Any]) -> list[str]:
     return cells
 
 
-def recipe_differences(different: dict[str, list[Any]], names: list[str]) -> "Table":
-    """One row for each key of the recipe that is not the same in all."""
+def recipe_differences(different: dict[str, list[Any]], names: list[str], places: list[int]) -> "Table":
+    """One row for each key of the recipe that is not the same in all; a column for some of the runs."""
     result = table()
     result.add_column("recipe", no_wrap=True)
-    for name in names:
-        result.add_column(_literal(name))
+    for place in places:
+        result.add_column(_literal(names[place]), overflow="fold")
     for key, values in different.items():
-        result.add_row(_literal(key), *(UNKNOWN if value is None else _literal(_as_toml(value)) for value in values))
+        chosen = (values[place] for place in places)
+        result.add_row(_literal(key), *(UNKNOWN if value is None else _literal(_as_toml(value)) for value in chosen))
     return result
 
 

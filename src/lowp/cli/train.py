@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lowp.cli import completion
 from lowp.cli.errors import TRACEBACK, USER_ERRORS, one_line
 from lowp.cli.output import examples
 from lowp.invocation import command
@@ -29,7 +30,11 @@ EXAMPLES = examples(
 def train(
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE", help="A name of `lowp recipes`, a TOML file, module:function, or a run's directory."),
+        typer.Argument(
+            metavar="RECIPE",
+            help="A name of `lowp recipes`, a TOML file, module:function, or a run's directory.",
+            autocompletion=completion.recipes,
+        ),
     ],
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes on this machine.")] = None,

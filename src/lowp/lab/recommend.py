@@ -106,7 +106,7 @@ def recommend(
     *,
     roles: Sequence[str] = ROLES,
     formats: "Sequence[FormatLike] | None" = None,
-    steps: int = 30,
+    steps: int = 20,
     seeds: int = 3,
     tolerance: float = 0.02,
     data: Any = None,

@@ -97,7 +97,7 @@ class Outputs:
             self.write(record)
         self.status(state="finished", message="")
         if self._progress is not None:
-            self._progress.close(record)
+            self._progress.close(record, "" if self.directory is None else str(self.directory.path))
 
 
 def _title(trainer: Trainer) -> str:

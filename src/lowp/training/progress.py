@@ -9,7 +9,7 @@ characters.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowp.training.units import bytes_text, count_text, duration_text, loss_text, number_text, share_of_fp32, share_text
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FRAMES_PER_SECOND = 4
 SECONDS_BETWEEN_LINES = 5.0  # where there is no terminal
 NARROWEST_BAR, WIDEST_BAR = 8, 40
-EPOCH_COLUMNS = (("epoch", 6), ("train loss", 11), ("test loss", 10), ("accuracy", 9), ("lr", 9), ("sent", 8), ("of fp32", 9))
+EPOCH_COLUMNS = (("epoch", 6), ("train loss", 11), ("test loss", 10), ("accuracy", 9), ("lr", 10), ("sent", 8), ("of fp32", 9))
 
 Record = dict[str, Any]  # a line of metrics.jsonl
 
@@ -102,13 +102,13 @@ class Progress:
     def message(self, text: str) -> None:
         self._say(text)
 
-    def close(self, summary: Record) -> None:
-        """The `end` record, as a short table. The only thing that is printed when quiet."""
+    def close(self, summary: Record, where: str = "") -> None:
+        """The `end` record, as a short table, with the run's directory. The only thing that is printed when quiet."""
         self._end_live()
-        rows = summary_rows(summary, self._unit)
+        rows = summary_rows(summary, self._unit) + ([("run", where)] if where else [])
         width = max((len(name) for name, _ in rows), default=0)
         for name, text in rows:
-            self._console.print(f"{name:<{width}}  {text}", markup=False, highlight=False)
+            self._console.print(f"{name:<{width}}  {text}", markup=False, highlight=False, soft_wrap=True)
 
     def _end_live(self) -> None:
         live, self._live = self._live, None
@@ -124,7 +124,7 @@ class Progress:
         columns = (*EPOCH_COLUMNS, (f"{self._unit}/s", 13))
         if not self._header_shown:
             self._header_shown = True
-            self._say("".join(f"{name:>{width}}" for name, width in columns))
+            self._say(_row([name for name, _ in columns], columns))
         train = self._train
         cells = (
             number_text(epoch),
@@ -136,7 +136,7 @@ class Progress:
             share_text(_share(train)),
             count_text(train.get("samples_per_second")),
         )
-        self._say("".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, columns, strict=True)))
+        self._say(_row(cells, columns))
 
     def _parts(self) -> list[str]:
         """The line, the most important first."""
@@ -177,6 +177,11 @@ class Progress:
             width = min(WIDEST_BAR, room - len(text) - 1)
             line.add_row(ProgressBar(total=self._total, completed=self._step, width=width), text)
         return line
+
+
+def _row(cells: Sequence[str], columns: Sequence[tuple[str, int]]) -> str:
+    """Right-aligned, and never without a space between two."""
+    return "".join(f" {cell:>{width - 1}}" for cell, (_, width) in zip(cells, columns, strict=True))
 
 
 def fitting(parts: list[str], room: int) -> str:

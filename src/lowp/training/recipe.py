@@ -180,7 +180,7 @@ class Precision(Section):
 class Wire(Section):
     """How gradients travel between ranks, real or virtual."""
 
-    format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, adaptive:BITS, fp32, or plan")
+    format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, adaptive:BITS, plan; fp32: as stored")
     scale: str = Field(
         "", description='none, aps, aps_delayed, local, block:N; "": block:32 for formats of fewer than 8 bits, else local'
     )
