@@ -49,7 +49,7 @@ def _page_lines(page: Page) -> Iterator[str]:
     for text in page.also:
         yield from (text.strip(), "")
     if page.differs:
-        yield from ("## Where this differs from the paper", "")
+        yield from ("## Where this differs from the paper, and what to know", "")
         yield from (f"- {text}" for text in page.differs)
 
 
