@@ -49,7 +49,7 @@ def _page_lines(page: Page) -> Iterator[str]:
     for text in page.also:
         yield from (text.strip(), "")
     if page.differs:
-        yield from ("## Where this differs from the paper", "")
+        yield from ("## Where this differs from the paper, and what to know", "")
         yield from (f"- {text}" for text in page.differs)
 
 
@@ -57,7 +57,8 @@ def _claim_row(claim: Claim) -> Row:
     percent = claim.part.study.metric != "loss"
     scale, digits = (100, 2) if percent else (1, 4)
     margin = f"{scale * claim.margin:g}" + (" points" if percent else "")
-    rule = {"no_worse": f"loses less than {margin}", "worse": "is worse", "better": "is better"}[claim.kind]
+    less = f" ({margin} count)" if claim.margin else ""
+    rule = {"no_worse": f"loses less than {margin}", "worse": f"is worse{less}", "better": f"is better{less}"}[claim.kind]
     rule += f" than {claim.than}" * bool(claim.than)
     found = claim.judged
     return [claim.says, f"`{claim.setting}` {rule}", _advantage(found, scale, digits), str(found.n or ""), _verdict(found)]
