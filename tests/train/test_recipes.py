@@ -72,7 +72,8 @@ def through_a_file(recipe: Recipe, folder, comments: bool = True) -> Recipe:
 @settings(max_examples=50)
 @given(recipe=recipes, comments=st.booleans())
 def test_every_recipe_survives_a_file(recipe, comments, tmp_path_factory):
-    assert through_a_file(recipe, tmp_path_factory.getbasetemp(), comments) == recipe
+    usual = with_changes(recipe)  # a drawn text may be another library's name of a format
+    assert through_a_file(recipe, tmp_path_factory.getbasetemp(), comments) == usual
 
 
 @pytest.mark.parametrize("name", RECIPES)

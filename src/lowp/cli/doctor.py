@@ -47,7 +47,7 @@ exchange(sys.argv[1], 1)
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """`state`: ok; less: it works, but slower or without something; broken: something that lowp needs does not work."""
 
     what: str
@@ -64,7 +64,7 @@ def diagnose(
     Exit codes: 0, everything that lowp needs works; 1, something does not.
     """
     width = terminal_width()
-    findings: list[Finding] = []
+    findings: list[Diagnosis] = []
     for finding in look():
         findings.append(finding)
         if not json:
@@ -79,7 +79,7 @@ def diagnose(
     raise typer.Exit(1 if broken else 0)
 
 
-def _print(finding: Finding, width: int) -> None:
+def _print(finding: Diagnosis, width: int) -> None:
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     state = f"{finding.state:<6}"
     mark = typer.style(state, fg=COLOURS[finding.state]) if coloured else state
@@ -88,7 +88,7 @@ def _print(finding: Finding, width: int) -> None:
     typer.echo("\n".join((f"{finding.what:<12}  {mark} {lines[0]}", *(" " * 21 + line for line in lines[1:]))))
 
 
-def look() -> Iterator[Finding]:
+def look() -> Iterator[Diagnosis]:
     """One finding after the other. A second rank starts at once: to import torch takes it a while."""
     with tempfile.TemporaryDirectory(prefix="lowp-doctor-") as folder:
         store = str(Path(folder) / "store")
@@ -101,12 +101,12 @@ def look() -> Iterator[Finding]:
                 other.communicate()
 
 
-def _look(store: str, other: "subprocess.Popen[str] | None") -> Iterator[Finding]:
+def _look(store: str, other: "subprocess.Popen[str] | None") -> Iterator[Diagnosis]:
     yield _python()
     yield (first := _torch())
     if first.state == BROKEN:
         return
-    checks: tuple[Callable[[], Finding], ...] = (_cores, _compiler, _kernels, _processor, _triton, _gpu, _nccl)
+    checks: tuple[Callable[[], Diagnosis], ...] = (_cores, _compiler, _kernels, _processor, _triton, _gpu, _nccl)
     for check in checks:
         yield check()
     assert other is not None
@@ -114,9 +114,9 @@ def _look(store: str, other: "subprocess.Popen[str] | None") -> Iterator[Finding
     for name, modules in EXTRAS.items():
         missing = [module for module in modules if find_spec(module) is None]
         if missing:
-            yield Finding(name, OK, f"not installed (optional): pip install 'lowp[{name}]'")
+            yield Diagnosis(name, OK, f"not installed (optional): pip install 'lowp[{name}]'")
         else:
-            yield Finding(name, OK, ", ".join(f"{module} {_version(module)}" for module in modules))
+            yield Diagnosis(name, OK, ", ".join(f"{module} {_version(module)}" for module in modules))
 
 
 def _version(module: str) -> str:
@@ -126,35 +126,35 @@ def _version(module: str) -> str:
         return "of unknown version"
 
 
-def _python() -> Finding:
+def _python() -> Diagnosis:
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if platform.system() not in ("Linux", "Darwin"):
-        return Finding("Python", LESS, text, "lowp is tested on Linux; ranks and locks may not work here")
-    return Finding("Python", OK, text)
+        return Diagnosis("Python", LESS, text, "lowp is tested on Linux; ranks and locks may not work here")
+    return Diagnosis("Python", OK, text)
 
 
-def _torch() -> Finding:
+def _torch() -> Diagnosis:
     try:
         import torch
 
         from lowp import compat
         from lowp.version import __version__
     except ImportError as error:
-        return Finding("torch", BROKEN, " ".join(str(error).split()), "pip install 'torch>=2.11'")
-    return Finding("torch", OK, f"{torch.__version__}, lowp {__version__} (seen with torch {compat.SEEN})")
+        return Diagnosis("torch", BROKEN, " ".join(str(error).split()), "pip install 'torch>=2.11'")
+    return Diagnosis("torch", OK, f"{torch.__version__}, lowp {__version__} (seen with torch {compat.SEEN})")
 
 
-def _cores() -> Finding:
+def _cores() -> Diagnosis:
     import torch
 
     from lowp.machine import usable_cores
 
     asked = os.environ.get("OMP_NUM_THREADS")
     text = f"{usable_cores()} of {os.cpu_count()} usable, torch has {torch.get_num_threads()} threads"
-    return Finding("cores", OK, text + (f" (OMP_NUM_THREADS={asked})" if asked else ""))
+    return Diagnosis("cores", OK, text + (f" (OMP_NUM_THREADS={asked})" if asked else ""))
 
 
-def _compiler() -> Finding:
+def _compiler() -> Diagnosis:
     from lowp.tensor.lists.cpp import compiler
 
     try:
@@ -162,11 +162,11 @@ def _compiler() -> Finding:
         said = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         advice = "install g++ (apt install g++) or clang++ (xcode-select --install): without one, CPUs round many times slower"
-        return Finding("C++ compiler", LESS, " ".join(str(error).split()), advice)
-    return Finding("C++ compiler", OK, (said.splitlines() or [name])[0])
+        return Diagnosis("C++ compiler", LESS, " ".join(str(error).split()), advice)
+    return Diagnosis("C++ compiler", OK, (said.splitlines() or [name])[0])
 
 
-def _kernels() -> Finding:
+def _kernels() -> Diagnosis:
     """Can they be compiled, kept and loaded?"""
     from lowp.tensor.lists.cache import cache_folder, check_cache
 
@@ -174,17 +174,17 @@ def _kernels() -> Finding:
     try:
         check_cache()
     except OSError as error:
-        return Finding("kernel cache", LESS, " ".join(str(error).split()), "set LOWP_CACHE to a folder of your own")
+        return Diagnosis("kernel cache", LESS, " ".join(str(error).split()), "set LOWP_CACHE to a folder of your own")
     files = [file for file in folder.iterdir() if file.is_file()]
     megabytes = sum(file.stat().st_size for file in files) / 1e6
     free = shutil.disk_usage(folder).free / 1e6
     text = f"{folder}: {len(files)} kernels, {megabytes:.1f} MB"
     if free < 50:
-        return Finding("kernel cache", LESS, f"{text}; {free:.0f} MB are free on its disk", "set LOWP_CACHE to another disk")
-    return Finding("kernel cache", OK, text)
+        return Diagnosis("kernel cache", LESS, f"{text}; {free:.0f} MB are free on its disk", "set LOWP_CACHE to another disk")
+    return Diagnosis("kernel cache", OK, text)
 
 
-def _processor() -> Finding:
+def _processor() -> Diagnosis:
     from lowp.processor import BELOW_AMX, amx_is_broken
     from lowp.training.environment import processor_name
 
@@ -193,21 +193,21 @@ def _processor() -> Finding:
         setting = os.environ.get("ONEDNN_MAX_CPU_ISA")
         text = f"{name}; it announces AMX, which does not work in this virtual machine: ONEDNN_MAX_CPU_ISA={setting}"
         advice = f"set ONEDNN_MAX_CPU_ISA={BELOW_AMX} wherever torch runs without lowp: 16-bit products end the process"
-        return Finding("processor", LESS, text, advice)
-    return Finding("processor", OK, name)
+        return Diagnosis("processor", LESS, text, advice)
+    return Diagnosis("processor", OK, name)
 
 
-def _triton() -> Finding:
+def _triton() -> Diagnosis:
     import torch
 
     if find_spec("triton") is not None:
-        return Finding("Triton", OK, _version("triton"))
+        return Diagnosis("Triton", OK, _version("triton"))
     if torch.cuda.is_available():
-        return Finding("Triton", LESS, "not installed", "pip install triton: without it the GPU rounds by plain operations")
-    return Finding("Triton", OK, "not installed, and without a GPU not needed")
+        return Diagnosis("Triton", LESS, "not installed", "pip install triton: without it the GPU rounds by plain operations")
+    return Diagnosis("Triton", OK, "not installed, and without a GPU not needed")
 
 
-def _gpu() -> Finding:
+def _gpu() -> Diagnosis:
     import torch
 
     if torch.cuda.is_available():
@@ -216,40 +216,40 @@ def _gpu() -> Finding:
             properties = torch.cuda.get_device_properties(number)
             memory = f"{properties.total_memory / 2**30:.0f} GiB"
             found.append(f"{properties.name}, {memory}, compute capability {properties.major}.{properties.minor}")
-        return Finding("GPU", OK, "; ".join(found))
+        return Diagnosis("GPU", OK, "; ".join(found))
     if torch.backends.mps.is_available():
-        return Finding("GPU", OK, "Apple's (MPS): tensors are rounded there by plain operations; lowp train uses the CPU")
+        return Diagnosis("GPU", OK, "Apple's (MPS): tensors are rounded there by plain operations; lowp train uses the CPU")
     if torch.version.cuda is None and shutil.which("nvidia-smi"):
-        return Finding("GPU", LESS, f"torch {torch.__version__} is built without CUDA", "install a CUDA build: pytorch.org")
-    return Finding("GPU", OK, "none: everything runs on the CPU")
+        return Diagnosis("GPU", LESS, f"torch {torch.__version__} is built without CUDA", "install a CUDA build: pytorch.org")
+    return Diagnosis("GPU", OK, "none: everything runs on the CPU")
 
 
-def _nccl() -> Finding:
+def _nccl() -> Diagnosis:
     import torch
     import torch.distributed as dist
 
     if not torch.cuda.is_available():
-        return Finding("NCCL", OK, "not needed without a GPU")
+        return Diagnosis("NCCL", OK, "not needed without a GPU")
     if not dist.is_available() or not dist.is_nccl_available():
-        return Finding("NCCL", LESS, "torch is built without it", "ranks on GPUs cannot exchange: install torch with CUDA")
-    return Finding("NCCL", OK, ".".join(map(str, torch.cuda.nccl.version())))
+        return Diagnosis("NCCL", LESS, "torch is built without it", "ranks on GPUs cannot exchange: install torch with CUDA")
+    return Diagnosis("NCCL", OK, ".".join(map(str, torch.cuda.nccl.version())))
 
 
-def _gloo(store: str, other: "subprocess.Popen[str]") -> Finding:
+def _gloo(store: str, other: "subprocess.Popen[str]") -> Diagnosis:
     """Two ranks on this machine: do they meet, and how fast is the link between them?"""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        return Finding("two ranks", BROKEN, "torch is built without gloo", "install another build of torch: pytorch.org")
+        return Diagnosis("two ranks", BROKEN, "torch is built without gloo", "install another build of torch: pytorch.org")
     try:
         latency, bandwidth = exchange(store, 0)
     except RuntimeError as error:  # a timeout, or the other has gone
         said = other.stderr.read() if other.poll() is not None and other.stderr else ""
         why = (said.strip() or str(error)).splitlines()[-1]
         advice = "check that processes may connect to 127.0.0.1: a firewall or a sandbox may forbid it"
-        return Finding("two ranks", BROKEN, f"gloo: {' '.join(why.split())}", advice)
+        return Diagnosis("two ranks", BROKEN, f"gloo: {' '.join(why.split())}", advice)
     text = f"gloo over loopback: {latency * 1e6:.0f} us a message, {bandwidth * 8 / 1e9:.1f} Gbit/s"
-    return Finding("two ranks", OK, text)
+    return Diagnosis("two ranks", OK, text)
 
 
 def _start_rank(store: str) -> "subprocess.Popen[str]":

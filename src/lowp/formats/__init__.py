@@ -9,6 +9,7 @@ from lowp.formats.floats import FloatFormat as FloatFormat
 from lowp.formats.floats import Specials as Specials
 from lowp.formats.parse import FormatLike as FormatLike
 from lowp.formats.parse import format as format
+from lowp.formats.parse import is_format as is_format
 from lowp.formats.parse import usual_name as usual_name
 from lowp.formats.posit import PositFormat as PositFormat
 from lowp.formats.registry import FORMATS as FORMATS

@@ -121,3 +121,12 @@ def format(text: FormatLike) -> AnyFormat:
         raise ValueError(f"unknown format {text!r}; a block format is {shape}")
     shape = "names look like e5m2, e4m3fn, fixed3.4, int8, posit8, dynamic8, mxfp4; `lowp formats` lists them"
     raise ValueError(f"unknown format {text!r}; {did_you_mean(text, _NAMED, shape)}")
+
+
+def is_format(text: str) -> bool:
+    """Does it name one?"""
+    try:
+        format(text)
+    except ValueError:
+        return False
+    return True

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lowp.formats import BlockFormat, FormatLike
 from lowp.formats import format as parse_format
-from lowp.lab.recommend_cases import Case, case_of
+from lowp.lab.recommend_cases import TriedModel, case_of
 from lowp.lab.student import critical
 from lowp.simulation import simulate
 from lowp.tensor.ops import quantize
@@ -163,7 +163,7 @@ def _check(roles: Sequence[str], steps: int, seeds: int, tolerance: float) -> No
         raise ValueError(f"tolerance is a part of float32's loss, between 0 and 1, not {tolerance}")
 
 
-def _train(case: Case, role: str | None, fmt: Any, seed: int, steps: int) -> float:
+def _train(case: TriedModel, role: str | None, fmt: Any, seed: int, steps: int) -> float:
     """The loss on the samples kept aside, after some steps; not finite where they diverged."""
     module = case.model(seed)
     simulated = {role: str(fmt)} if role in SIMULATED else {}
@@ -183,13 +183,13 @@ def _train(case: Case, role: str | None, fmt: Any, seed: int, steps: int) -> flo
     return _loss(case, module, seed)
 
 
-def _gradients(case: Case, module: nn.Module, batch: Any) -> dict[str, Tensor]:
+def _gradients(case: TriedModel, module: nn.Module, batch: Any) -> dict[str, Tensor]:
     module.zero_grad()
     case.loss(module, batch).backward()
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def _loss(case: Case, module: nn.Module, seed: int) -> float:
+def _loss(case: TriedModel, module: nn.Module, seed: int) -> float:
     with torch.no_grad():
         return float(case.loss(module, case.kept(seed)))
 
@@ -231,7 +231,7 @@ def _fidelity(fmt: Any, tensors: list[Tensor]) -> tuple[float | None, float | No
     return (10 * math.log10(signal / noise) if noise else math.inf), lost / numbers, over / numbers
 
 
-def _numbers(case: Case, roles: Sequence[str]) -> dict[str, list[Tensor]]:
+def _numbers(case: TriedModel, roles: Sequence[str]) -> dict[str, list[Tensor]]:
     """Samples of every role's numbers in float32, in the second step (the first has no optimizer's state)."""
     module = case.model(0)
     optimizer = case.optimizer(module, None)

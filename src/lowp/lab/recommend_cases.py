@@ -27,7 +27,7 @@ KEPT = 512  # samples kept aside, at most a quarter of all
 RATE = 1e-3  # of AdamW, for a module without a recipe
 
 
-class Case(Protocol):
+class TriedModel(Protocol):
     name: str
 
     def model(self, seed: int) -> nn.Module:
@@ -49,7 +49,7 @@ class Case(Protocol):
         ...
 
 
-def case_of(model: "str | nn.Module", inputs: Any, targets: Any, loss: Callable[..., Tensor] | None, data: Any) -> Case:
+def case_of(model: "str | nn.Module", inputs: Any, targets: Any, loss: Callable[..., Tensor] | None, data: Any) -> TriedModel:
     if isinstance(model, nn.Module):
         subject = subject_of(model, inputs, loss)
         subject.targets, subject.whole = targets, loss is not None and targets is None

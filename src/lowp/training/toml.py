@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from lowp.formats import usual_name
+from lowp.formats import is_format, usual_name
 from lowp.training.keys import BARE, Path, written
 from lowp.training.mistakes import RecipeError
 from lowp.training.recipe import LayerRoles, Phase, Promote, Recipe, Section, Switch
@@ -41,7 +41,7 @@ def plain(value: Any, path: Path = ()) -> Any:
 
     Formats get the names that are usual here: of "bfloat16", and of torch.bfloat16, "bf16".
     """
-    if path and path[0] in ("precision", "wire", "parallel"):
+    if path and path[0] in ("precision", "wire", "parallel") and (not isinstance(value, str) or _is_alias(value)):
         value = usual_name(value)
     if len(path) > DEEPEST:
         raise RecipeError(f"{written(path[:2])}: tables and lists are nested more than {DEEPEST} deep")
@@ -65,6 +65,11 @@ def plain(value: Any, path: Path = ()) -> Any:
     raise RecipeError(
         f"{written(path)}: a recipe holds text, numbers, true and false, lists and tables, not {type(value).__name__}"
     )
+
+
+def _is_alias(text: str) -> bool:
+    """Is it another library's name of a format? Patterns and words that are none stay as they are."""
+    return usual_name(text) != text and text.isascii() and is_format(text)
 
 
 def _is_unicode(text: str) -> bool:
