@@ -211,7 +211,8 @@ INLINE f64 smaller(f64 a, f64 b) { return (f64)_mm512_min_pd((__m512d)a, (__m512
 INLINE f64 fused(f64 a, f64 b, f64 c) { return (f64)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c); }
 INLINE f32 nearest_integer(f32 x) { f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_rintf(x[l]); return r; }
 INLINE f32 integer_below(f32 x) { f32 r; for (int l = 0; l < LANES; l++) r[l] = __builtin_floorf(x[l]); return r; }
-INLINE f32 half_to_float(i16 h) { f32 r; for (int l = 0; l < LANES; l++) r[l] = _cvtsh_ss((uint16_t)h[l]); return r; }
+INLINE f32 half_to_float(i16 h) { return (f32)_mm256_cvtph_ps((__m128i)h); }
+INLINE i16 float_to_half(f32 x) { return (i16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
 INLINE i64 look_up_i64(const int64_t* table, i32 index) { return (i64)_mm512_i32gather_epi64((__m256i)index, table, 8); }
 INLINE f64 look_up_f64(const double* table, i32 index) { return (f64)_mm512_i32gather_pd((__m256i)index, table, 8); }
 #endif
