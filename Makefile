@@ -6,7 +6,7 @@ RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 GPU_WORKERS ?= 8
 
-.PHONY: setup demo test test-variant test-slow test-gpu lint format bench studies readme docs clean
+.PHONY: setup demo test test-variant test-trainers test-slow test-gpu lint format bench studies readme docs clean
 
 setup: $(READY)
 
@@ -36,6 +36,10 @@ test-variant: SHORT_VECTORS = $(if $(filter x86_64,$(shell uname -m)),x86-64,nat
 test-variant: setup
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE LOWP_MARCH=$(SHORT_VECTORS) OMP_NUM_THREADS=1 \
 	  OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal -m 'other_cpu and not slow and not gpu'
+
+# lowp.integrations against the real libraries, and every script of examples/, on two ranks.
+test-trainers: setup
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal -m 'trainers and not slow'
 
 test-slow: setup
 	$(BIN)/pytest -m slow --timeout 3600

@@ -10,6 +10,8 @@ import pytest
 
 from wire.ranks import free_port
 
+pytestmark = pytest.mark.trainers
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 

@@ -7,6 +7,8 @@ from torch import nn
 
 from wire import ranks
 
+pytestmark = pytest.mark.trainers
+
 STEPS = 3
 
 

@@ -10,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wire import ranks
 
+pytestmark = pytest.mark.trainers
+
 OPTIONS = {"scale": "aps", "error_feedback": True}
 STEPS = 4
 

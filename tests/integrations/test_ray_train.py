@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.trainers
+
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"scale": "aps", "error_feedback": True}
 

@@ -10,6 +10,8 @@ from recording import SINGLE, Recorder, as_a_launcher_would, names_of_torchvisio
 import lowp
 from wire import ranks
 
+pytestmark = pytest.mark.trainers
+
 OPTIONS = {"scale": "aps", "error_feedback": True}
 STEPS = 4
 
