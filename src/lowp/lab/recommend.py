@@ -166,7 +166,7 @@ def _check(roles: Sequence[str], steps: int, seeds: int, tolerance: float) -> No
 def _train(case: TriedModel, role: str | None, fmt: Any, seed: int, steps: int) -> float:
     """The loss on the samples kept aside, after some steps; not finite where they diverged."""
     module = case.model(seed)
-    simulated = {role: str(fmt)} if role in SIMULATED else {}
+    simulated: dict[str, Any] = {role: str(fmt)} if role in SIMULATED else {}
     if simulated:
         simulate(module, **simulated, scale="none" if isinstance(fmt, BlockFormat) else "tensor", seed=seed)
     optimizer = case.optimizer(module, str(fmt) if role == "state" else None)
