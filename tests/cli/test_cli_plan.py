@@ -90,8 +90,8 @@ def test_two_ranks_measure_and_one_writes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
     found = read_cluster(tmp_path / "c.toml")
     assert len(found.levels) == 1
-    assert set(found.device.codecs) == {"e4m3fn/local", "int8/block:256", "torch fp16", "torch bf16"}
-    assert "steps    mlp: " in said
+    always = {"e4m3fn/local", "torch fp16", "torch bf16"}
+    assert always <= set(found.device.codecs) <= always | {"int8/block:256"}  # whole steps, where there is time
     assert found.device.times["mlp"].batch == 8
     assert "2 ranks" in found.source
 

@@ -148,8 +148,8 @@ def _stochastic(x: Tensor, fmt: BlockFormat, axis: int, noise: Noise) -> Tensor:
     largest = F.pad(rows.abs(), (0, -length % fmt.size)).unflatten(-1, (-1, fmt.size)).amax(-1).double()
     if fmt.power_of_two_scale:
         lowest, highest = (int(math.log2(bound)) for bound in (fmt.scale.smallest, fmt.scale.max))
-        exponent = (torch.frexp(largest).exponent - 1 - fmt.max_exponent).clamp(lowest, highest)
-        unit = torch.ldexp(torch.ones_like(largest), exponent)
+        exponent = ((largest.view(torch.int64) >> 52) - 1023 - fmt.max_exponent).clamp(lowest, highest)  # the bits of float64
+        unit = (exponent + 1023 << 52).view(torch.float64)
     else:
         whole = torch.ones((), dtype=torch.float64, device=x.device)
         if fmt.tensor_scale:
