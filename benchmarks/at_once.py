@@ -9,6 +9,7 @@ same contender's steps at the same time: they get ready, wait for each other, an
 
 import argparse
 import json
+import queue
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -94,7 +95,7 @@ def measured(jobs: int, names: list[str], options: argparse.Namespace) -> list[d
         try:
             found.append(answers.get(timeout=1))
             print(json.dumps({"jobs": jobs, **found[-1]}), flush=True)  # should the rest be stopped
-        except Exception:  # empty: look again whether anybody is still there
+        except queue.Empty:  # look again whether anybody is still there
             continue
     for process in processes:
         process.join()

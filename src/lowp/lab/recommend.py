@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from lowp.formats import BlockFormat, FormatLike
 from lowp.formats import format as parse_format
+from lowp.health.measures import SUMS, measure, merge, sample, summary
 from lowp.lab.recommend_cases import TriedModel, case_of
 from lowp.lab.student import critical
 from lowp.simulation import simulate
-from lowp.tensor.ops import quantize
 from lowp.wire.codec import codec_of
 from lowp.wire.virtual import VirtualWorld
 
@@ -43,6 +43,7 @@ HOLDS, UNSURE, FAILS = "holds", "more seeds needed", "fails"
 LEVEL = 0.05
 WIDE = 1e30  # a format with room for larger numbers needs no scale
 SAMPLE = 1 << 16  # numbers of a tensor that are looked at
+_SQUARES = [SUMS.index("signal"), SUMS.index("noise")]
 
 
 @dataclass(frozen=True)
@@ -211,24 +212,21 @@ def _judged(role: str, fmt: Any, differences: list[float], margin: float, seen: 
 
 def _fidelity(fmt: Any, tensors: list[Tensor]) -> tuple[float | None, float | None, float | None]:
     """Signal to noise in dB, and the shares that become 0 and that exceed the largest number, under a scale for each tensor."""
-    signal = noise = 0.0
-    lost = over = numbers = 0
+    total = None
     for tensor in tensors:
         largest = tensor.abs().max().item()
         if largest == 0 or not math.isfinite(largest):
             continue
         scaled_by_itself = isinstance(fmt, BlockFormat) or fmt.max > WIDE
         factor = 1.0 if scaled_by_itself else 2.0 ** math.floor(math.log2(fmt.max / largest))
-        scaled = tensor * factor
-        rounded = quantize(scaled, fmt).nan_to_num(posinf=fmt.max, neginf=-fmt.max)
-        signal += scaled.double().square().sum().item() / factor**2
-        noise += (rounded.double() - scaled.double()).square().sum().item() / factor**2
-        lost += int(((rounded == 0) & (scaled != 0)).sum())
-        over += int((scaled.abs() > fmt.max).sum())
-        numbers += int((scaled != 0).sum())
-    if not numbers:
+        found = measure(tensor * factor, fmt)
+        found[_SQUARES] /= factor**2  # in the tensor's own unit, as those of the others
+        total = found if total is None else merge(total, found)
+    if total is None:
         return None, None, None
-    return (10 * math.log10(signal / noise) if noise else math.inf), lost / numbers, over / numbers
+    figures = summary(total.tolist())
+    sqnr = figures["sqnr_db"]
+    return math.inf if sqnr is None else sqnr, figures["underflow"], figures["overflow"]
 
 
 def _numbers(case: TriedModel, roles: Sequence[str]) -> dict[str, list[Tensor]]:
@@ -263,8 +261,7 @@ def _follow(out: Any, activations: list[Tensor], errors: list[Tensor]) -> None:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().float().flatten()
-    return flat[:: max(1, flat.numel() // SAMPLE)].clone()
+    return sample(tensor, SAMPLE).float().clone()
 
 
 __all__ = ["FORMATS", "ROLES", "Recommendation", "Trial", "recommend"]

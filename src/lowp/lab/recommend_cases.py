@@ -119,12 +119,12 @@ class ModuleCase:
         return copy.deepcopy(self._start).train()
 
     def batches(self, seed: int, step: int, ranks: int) -> list[Any]:
-        subject, whole = self._subject, (self._subject.inputs, self._subject.targets)
+        subject = self._subject
         if subject.whole or subject.batch < 4:
-            return [whole] * ranks
+            return [self.kept(seed)] * ranks
         generator = torch.Generator().manual_seed(1000 * seed + step)
         order = torch.randperm(subject.batch, generator=generator)[: max(ranks, subject.batch // 2)]
-        return [tuple(_rows(part, rows, subject.batch) for part in whole) for rows in order.chunk(ranks)]
+        return [subject.samples(rows) for rows in order.chunk(ranks)]
 
     def kept(self, seed: int) -> Any:
         return self._subject.inputs, self._subject.targets
@@ -134,12 +134,3 @@ class ModuleCase:
 
     def optimizer(self, module: nn.Module, state: str | None) -> torch.optim.Optimizer:
         return AdamW(module.named_parameters(), lr=RATE, state=state)
-
-
-def _rows(value: Any, rows: Tensor, batch: int) -> Any:
-    from lowp.compat import tree_map
-
-    def chosen(leaf: Any) -> Any:
-        return leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch else leaf
-
-    return tree_map(chosen, value)

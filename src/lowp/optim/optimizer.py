@@ -205,10 +205,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         if self.defaults["nonfinite"] == "propagate":
             return None
         worst = self._worst(steps) if together is None else together
-        known = worst is not None and (
-            worst.device.type == "cpu" or plain
-        )  # torch's own functions do not leave a bad step alone
-        if worst is not None and known and int(worst) >= LIMIT:
+        # torch's own functions do not leave a bad step alone
+        if worst is not None and (worst.device.type == "cpu" or plain) and int(worst) >= LIMIT:
             self._raise_nonfinite(steps)
         self._refuse_nonfinite([p for _, parameters in plain for p in parameters])
         return worst

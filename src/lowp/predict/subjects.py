@@ -57,12 +57,16 @@ class Subject:
             return self.loss(outputs) if targets is None else self.loss(outputs, targets)
 
     def part(self, number: int, parts: int) -> tuple[Any, Any]:
-        """Inputs and targets of equal parts of the batch: all tensors whose first dimension counts samples are cut."""
-        size, batch = self.batch // parts, self.batch
+        """Inputs and targets of equal parts of the batch."""
+        size = self.batch // parts
+        return self.samples(slice(number * size, (number + 1) * size))
+
+    def samples(self, which: "slice | Tensor") -> tuple[Any, Any]:
+        """Inputs and targets of some samples: all tensors whose first dimension counts samples are cut."""
+        batch = self.batch
 
         def cut(leaf: Any) -> Any:
-            samples = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
-            return leaf[number * size : (number + 1) * size] if samples else leaf
+            return leaf[which] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch else leaf
 
         return tree_map(cut, self.inputs), tree_map(cut, self.targets)
 
