@@ -8,8 +8,12 @@ import pytest
 import ranks
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
+from lowp.tensor.kernels import building
+from lowp.wire.codec import codec_of
+from lowp.wire.fsdp import FsdpHandle, _gather_from_owners, _pieces, _reduce_to_owner
 from lowp.wire.report import ring_bytes
 
 ELEMENTS = 32 * 64 + 64 * 16  # of the model below, without biases
@@ -120,3 +124,36 @@ def test_the_module_can_be_imported_from_and_is_not_imported_before():
     script = "import sys, lowp; assert 'lowp.wire.fsdp' not in sys.modules; from lowp.fsdp import compress; "
     script += "assert compress is lowp.fsdp.compress"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def operations_of_the_second_collective(rank, elements):
+    """Of a reduce-scatter and an all-gather of as many elements a shard, after one of each."""
+    codec, handle, group = codec_of("e4m3fn", "nearest", None), FsdpHandle([], 0), torch.distributed.group.WORLD
+    handle._meter.samples = False  # as on CUDA, in 63 of 64 steps
+    source, shard = torch.randn(2 * elements), torch.empty(elements)
+    counts = []
+    for _ in range(2):
+        before, counted = _pieces.cache_info().misses, Counted()
+        with building(), counted:
+            _reduce_to_owner(shard, source, codec, group, torch.distributed.ReduceOp.AVG, handle)
+            _gather_from_owners(source, shard, codec, group, handle)
+        counts.append((len(counted.names), _pieces.cache_info().misses - before))
+    return counts
+
+
+def test_tables_are_made_once_for_each_size():
+    for counts in ranks.run(operations_of_the_second_collective, 2, 1000):
+        (first, made), (second, made_again) = counts
+        assert (made, made_again) == (1, 0)  # both collectives cut alike
+        assert second < first
+        assert second <= 60  # some launches, messages and views, and nothing for tables

@@ -15,8 +15,9 @@ warns. A mesh of replicas alone, where nothing would be compressed, is refused.
 """
 
 import logging
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,32 +31,38 @@ from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.codec import Codec, codec_of
 from lowp.wire.collectives import communicator_for
 from lowp.wire.communicator import Communicator
-from lowp.wire.plan import Chunk, Part, Shard
+from lowp.wire.exchange import exact_and_rest
+from lowp.wire.messages import Messages
+from lowp.wire.plan import Chunk, Part, Shard, cuts_for
 from lowp.wire.reductions.base import ChunkJob, Steps
-from lowp.wire.report import Meter, WireReport, ring_bytes
+from lowp.wire.reductions.one_shot import OneShot
+from lowp.wire.reductions.two_shot import TwoShot
+from lowp.wire.report import ONE_IN, Meter, WireReport, ring_bytes
 from lowp.wire.rules import Rules, Stage
 from lowp.wire.scale_warnings import warn_of_scales
-from lowp.wire.scaling import NONFINITE, divide_
 from lowp.wire.warm_up import warm_up
+from lowp.wire.workspace import Workspaces
 
 logger = logging.getLogger("lowp")
 
-PIECE = 1 << 18  # elements of a shard that travel as one message
+PieceSteps = Callable[[Chunk, Rules], Steps]
 
 
 class FsdpHandle:
     """What `compress` returns: figures, state, and the way back."""
 
-    def __init__(self, modules: list[Any], seed: int) -> None:
+    def __init__(self, modules: list[Any], seed: int, device: torch.device | None = None) -> None:
         self._modules = modules
         self._seed = seed
+        self._on_cuda = device is not None and device.type == "cuda"
         self._collectives = 0  # so far: stochastic rounding draws other noise for each
-        self._meter = Meter()
+        self._workspaces: dict[int, Workspaces] = {}  # by stream
+        self.step = 0
+        self._meter = self._new_meter()
         self._meters: list[Meter] = []  # of steps that are over
         self._total, self._last_step = WireReport(), WireReport()
         self._in_step = False
         self._removed = False
-        self.step = 0
 
     @property
     def compresses(self) -> bool:
@@ -92,14 +99,29 @@ class FsdpHandle:
             module.set_custom_reduce_scatter(torchs_own.DefaultReduceScatter())
             module.set_custom_all_gather(torchs_own.DefaultAllGather())
 
-    def run(self, steps: Iterator[Steps], communicator: Communicator, what: str, plain_bytes: float) -> None:
-        """Run the generators of one collective to their end."""
-        link, scheduler = communicator.link, ChunkScheduler()
-        sent = link.bytes_sent
-        for generator in steps:
-            scheduler.add(Task(link.take_number(), generator, self._meter))
+    def run(
+        self, steps: PieceSteps, codec: Codec, shard: Tensor, communicator: Communicator, what: str, plain_bytes: float
+    ) -> None:
+        """Run one collective to its end: `steps` for every piece of the ranks' shards, of which `shard` is this rank's."""
+        link, scheduler, workspaces = communicator.link, ChunkScheduler(), self._workspaces_for(shard.device)
+        sent, rules = link.bytes_sent, self.rules(communicator.world)
+
+        def reduced(piece: Chunk) -> Steps:
+            workspace = workspaces.take()
+            yield from steps(piece, replace(rules, workspace=workspace))
+            workspaces.give_back(workspace)
+
+        for piece in _pieces(codec, shard.numel(), communicator.world, cuts_for(None, shard.device)[1]):
+            scheduler.add(Task(link.take_number(), reduced(piece), self._meter))
         communicator.run(scheduler, what)
         self.count(link.bytes_sent - sent, plain_bytes)
+
+    def _workspaces_for(self, device: torch.device) -> Workspaces:
+        """Those of the current stream: FSDP2 gathers on one and reduces on another, at the same time."""
+        if torch.is_inference_mode_enabled():  # what is made within it cannot be written to outside of it
+            return Workspaces()
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        return self._workspaces.setdefault(stream, Workspaces())
 
     def count(self, sent: float, of_fp32: float) -> None:
         self._meter.report.bytes_sent += round(sent)
@@ -123,9 +145,13 @@ class FsdpHandle:
         self.step += 1
         self._meter.report.steps = 1
         self._meters.append(self._meter)
-        self._meter = Meter()
+        self._meter = self._new_meter()
         if len(self._meters) > 100:  # on CUDA, to read figures is to wait for the device
             self._collect()
+
+    def _new_meter(self) -> Meter:
+        """On CUDA one step in 64 is looked at."""
+        return Meter(samples=not self._on_cuda or self.step % ONE_IN == 0)
 
     def _collect(self) -> None:
         for meter in self._meters:
@@ -142,6 +168,12 @@ class _ShardedParameters:
         mesh = None if self._group is None else self._group.mesh_info
         self.shards: int = getattr(mesh, "shard_mesh_size", 1)
         self.replicas: int = getattr(mesh, "replicate_mesh_size", 1)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """In which parameters are gathered and gradients reduced, where torch's MixedPrecisionPolicy says another one."""
+        policy = getattr(self._group, "mp_policy", None)
+        return {getattr(policy, name) for name in ("param_dtype", "reduce_dtype") if getattr(policy, name, None) is not None}
 
     @property
     def adds_replicas(self) -> bool:
@@ -184,9 +216,12 @@ def compress(
     codecs = {kind: codec_of(format, rounding, scale) for kind, format in (("reduce", reduce), ("gather", gather)) if format}
     groups = {module: _ShardedParameters(module) for module in modules}
     _check_replicas(groups.values(), reduces=reduce is not None)
-    handle = FsdpHandle(modules, seed)
-    for codec in codecs.values():
-        warm_up({codec}, next(model.parameters()).device)
+    device = next(model.parameters()).device
+    handle = FsdpHandle(modules, seed, device)
+    dtypes = {p.dtype for p in model.parameters()}.union(*(group.dtypes for group in groups.values()))
+    for kind, codec in codecs.items():  # sums are added up as one_shot's are; what is gathered is decoded as two_shot's
+        reduction = OneShot() if kind == "reduce" else TwoShot()
+        warm_up({codec}, device, reduction=reduction, world=max(group.shards for group in groups.values()), dtypes=dtypes)
     if dist.get_rank() == 0:
         warn_of_scales(codecs.values(), dist.get_world_size())
     for module, group in groups.items():
@@ -212,19 +247,19 @@ def _check_replicas(groups: Collection[_ShardedParameters], reduces: bool) -> No
         )
 
 
-def _pieces(size: int) -> list[tuple[int, int]]:
-    return [(start, min(start + PIECE, size)) for start in range(0, size, PIECE)]
+@lru_cache(maxsize=4096)
+def _pieces(codec: Codec, size: int, world: int, longest: int) -> tuple[Chunk, ...]:
+    """Shards of `size` elements, one after the other in memory, cut alike: of each, a piece travels as one message.
+
+    There is one of each kind: the tables of messages are kept with it.
+    """
+    return tuple(_piece(codec, start, min(start + longest, size), size, world) for start in range(0, size, longest))
 
 
-def _chunk(codec: Codec, start: int, size: int, world: int) -> Chunk:
-    """`size` elements from `start` on, of every rank's shard."""
-    shards = (Shard(r * size, (r + 1) * size, (Part(0, codec, r, start, 0, size),)) for r in range(world))
+def _piece(codec: Codec, start: int, stop: int, size: int, world: int) -> Chunk:
+    """Elements `start` to `stop` of every rank's shard."""
+    shards = (Shard(r * size + start, r * size + stop, (Part(r, codec, r, start, 0, stop - start),)) for r in range(world))
     return Chunk(0, world * size, tuple(shards))
-
-
-def _poison(peaks: Tensor) -> Tensor:
-    """NaN for a message of which some number was not finite: formats without NaN cannot say so by themselves."""
-    return torch.where(peaks == NONFINITE, math.nan, 1.0)
 
 
 def _reduce_scatter(codec: Codec | None, handle: FsdpHandle, parameters: _ShardedParameters) -> Any:
@@ -261,22 +296,34 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
             f"compressed gradients can be summed or averaged, not reduced by {op}; see set_force_sum_reduction_for_comms"
         )
     communicator = communicator_for(group, source.device)
-    link, rules = communicator.link, handle.rules(communicator.world)
-    world, divisor = link.world, link.world if op == dist.ReduceOp.AVG else 1
-    rows = source.view(world, -1)
+    link, world = communicator.link, communicator.world
+    exact, rest = exact_and_rest(world if op == dist.ReduceOp.AVG else 1)
 
-    def steps(start: int, stop: int) -> Steps:
-        chunk = _chunk(codec, start, stop - start, world)
-        numbers = rows[:, start:stop].reshape(-1)
-        job = ChunkJob(chunk, numbers, output, rules, link.for_chunk())
-        rooms = job.write_to_owners()
-        yield job.link.exchange(rooms.sent, rooms.received)
-        total = rules.fold_messages(rooms.rows, chunk.shards[link.rank], Stage.ADDEND, range(world))
-        output[start:stop] = divide_(total.numbers, divisor) * _poison(total.peaks)
+    def steps(piece: Chunk, rules: Rules) -> Steps:
+        rooms = ChunkJob(piece, source, output, rules, chunk := link.for_chunk()).write_to_owners()
+        yield chunk.exchange(rooms.sent, rooms.received)
+        mine, flat, stride = piece.shards[link.rank], rooms.rows.view(-1), rooms.rows.shape[1]
+        messages, (part,) = rules.messages(mine, Stage.ADDEND), mine.parts
+        units = _units(messages, flat, exact, world, stride, rules)
+        with rules.timed("decode", source.device):
+            own = output[part.start : part.start + part.size]
+            messages.decode(flat, own, units, rest, world, stride, workspace=rules.workspace)
 
     plain = (world - 1) / world * 4 * source.numel()
-    pieces = _pieces(output.numel())
-    handle.run((steps(*piece) for piece in pieces), communicator, "reduce-scatter of gradients", plain)
+    handle.run(steps, codec, output, communicator, "reduce-scatter of gradients", plain)
+
+
+@lru_cache(maxsize=256)
+def _usual_units(divisor: int, count: int, device: torch.device) -> Tensor:
+    """Kept, and not to be written to."""
+    return torch.full((count,), 1.0 / divisor, device=device)
+
+
+def _units(messages: Messages, buffer: Tensor, divisor: int, count: int, stride: int, rules: Rules) -> Tensor:
+    """By what the sums of messages are multiplied. NaN where some number was not finite: not all formats can say so."""
+    usual = _usual_units(divisor, rules.world, buffer.device)
+    room = rules.workspace.empty((rules.world,), torch.float32, buffer.device)
+    return messages.units(buffer, usual, count, stride, rules.workspace, room)
 
 
 def _all_gather(codec: Codec, handle: FsdpHandle) -> Any:
@@ -295,25 +342,20 @@ def _gather_from_owners(output: Tensor, source: Tensor, codec: Codec, group: Any
             "parameters of several dtypes in one FSDP2 group travel as raw bytes: give each dtype its own fully_shard"
         )
     communicator = communicator_for(group, source.device)
-    link, rules = communicator.link, handle.rules(communicator.world)
-    rows = output.view(link.world, -1)
+    link, world = communicator.link, communicator.world
 
-    def steps(start: int, stop: int) -> Steps:
-        chunk = _chunk(codec, start, stop - start, link.world)
-        mine = chunk.shards[link.rank]
-        numbers = torch.zeros(chunk.size, dtype=torch.float32, device=source.device)
-        numbers[mine.start : mine.stop] = source[start:stop]
-        job = ChunkJob(chunk, numbers, output, rules, link.for_chunk())
-        gathered = job.rooms(Stage.ADDEND)
-        rules.write(job.load(link.rank), mine, Stage.ADDEND, link.rank, gathered[link.rank])
-        yield job.link.share(gathered.rows, gathered.lengths)
-        peaks = gathered.messages.peaks(gathered.buffer)
-        gathered.messages.decode(gathered.buffer, numbers)
-        rows[:, start:stop] = numbers.view(link.world, -1) * _poison(peaks)[:, None]
+    def steps(piece: Chunk, rules: Rules) -> Steps:
+        mine, chunk = piece.shards[link.rank], link.for_chunk()
+        gathered, (part,) = ChunkJob(piece, source, output, rules, chunk).rooms(Stage.ADDEND), mine.parts
+        own = source[part.start : part.start + part.size]
+        rules.encode(rules.messages(mine, Stage.ADDEND), own, gathered[link.rank], Stage.ADDEND, link.rank, peaks_of=world)
+        yield chunk.share(gathered.rows, gathered.lengths)
+        units = _units(gathered.messages, gathered.buffer, 1, 1, 0, rules)
+        with rules.timed("decode", source.device):
+            gathered.messages.decode(gathered.buffer, output, units, workspace=rules.workspace)
 
-    plain = (link.world - 1) * 4 * source.numel()
-    pieces = _pieces(source.numel())
-    handle.run((steps(*piece) for piece in pieces), communicator, "all-gather of parameters", plain)
+    plain = (world - 1) * 4 * source.numel()
+    handle.run(steps, codec, source, communicator, "all-gather of parameters", plain)
 
 
 class _Room:
