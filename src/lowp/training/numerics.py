@@ -92,7 +92,7 @@ def wire_settings(recipe: Recipe, steps_per_epoch: int) -> Settings:
         scale=wire.scale or ("none" if uncompressed and not phases and not wire.layers else None),
         rounding=wire.rounding,
         reduction=wire.reduction,
-        accumulate=wire.accumulate or None,
+        sum_format=wire.sum_format or None,
         kahan=wire.kahan,
         skip=wire.skip,
         layers=wire.layers,

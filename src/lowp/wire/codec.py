@@ -381,9 +381,9 @@ def codec_of(text: "FormatLike | Codec", rounding: str = "nearest", scale: "str 
 
 
 @lru_cache(maxsize=1024)
-def partial_codec(codec: Codec, accumulate: AnyFormat, world: int) -> Codec:
+def partial_codec(codec: Codec, sum_format: AnyFormat, world: int) -> Codec:
     """For sums on the way: the codec in the format of sums, with as much room as the sum of all."""
-    return replace(total_codec(codec, world), format=accumulate)
+    return replace(total_codec(codec, world), format=sum_format)
 
 
 @lru_cache(maxsize=1024)

@@ -44,7 +44,7 @@ def all_reduce(
         tensor: float32, float16, bfloat16, or float64 (which is rounded to float32 first).
         format: "e5m2", "e4m3fn", "int4", "topk:0.01", "adaptive:4" ...
         op: "sum" or "mean".
-        settings: scale, rounding, reduction, accumulate, kahan, nonfinite, seed ... as for `lowp.compress_gradients`.
+        settings: scale, rounding, reduction, sum_format, kahan, nonfinite, seed ... as for `lowp.compress_gradients`.
         step: for schedules, and for stochastic rounding: another number, other noise.
 
     Returns what was sent and how long it took. (On CUDA, seconds and fractions are known of one call in 16, else they are 0:

@@ -108,7 +108,7 @@ class FsdpHandle:
     def rules(self, world: int) -> Rules:
         self._collectives += 1
         return Rules(
-            world=world, domain=Domain.FSDP, accumulate=FP32, seed=self._seed, step=self._collectives, meter=self._meter
+            world=world, domain=Domain.FSDP, sum_format=FP32, seed=self._seed, step=self._collectives, meter=self._meter
         )
 
     def reduces(self, elements: int) -> None:

@@ -8,13 +8,14 @@ from torch import Size
 from lowp.formats import AnyFormat, FormatLike, usual_name
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
+from lowp.former_names import ARGUMENTS_OF_THE_WIRE, renamed_arguments
 from lowp.names import SMALL, covers, unmatched
 from lowp.wire.adaptive import layer_budgets
 from lowp.wire.codec import Codec, check_format, codec_of
 from lowp.wire.naming import end_layers
 from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions import reduction_of
-from lowp.wire.reductions.base import Reduction, default_accumulate
+from lowp.wire.reductions.base import Reduction, default_sum_format
 from lowp.wire.scaling import Scale, scale_of
 
 NONFINITE = ("propagate", "skip", "raise")
@@ -32,7 +33,7 @@ class Settings:
     scale: Scale | None = None  # the format's own: `default_scale`
     rounding: str = "nearest"
     reduction: str | Reduction = "two_shot"
-    accumulate: AnyFormat | None = None
+    sum_format: AnyFormat | None = None
     kahan: bool = False
     skip: tuple[str, ...] = ()
     layers: Mapping[str, Scheduled] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Settings:
     chunk: int | None = None
 
     @classmethod
+    @renamed_arguments(ARGUMENTS_OF_THE_WIRE)
     def of(
         cls,
         format: Scheduled,
@@ -50,7 +52,7 @@ class Settings:
         scale: "str | Scale | None" = None,
         rounding: str = "nearest",
         reduction: "str | Reduction" = "two_shot",
-        accumulate: "FormatLike | None" = None,
+        sum_format: "FormatLike | None" = None,
         kahan: bool = False,
         skip: "str | Iterable[str]" = (),
         layers: "Mapping[str, Scheduled] | None" = None,
@@ -78,7 +80,7 @@ class Settings:
             scale=None if scale is None else scale_of(scale),
             rounding=rounding,
             reduction=reduction,
-            accumulate=None if accumulate is None else check_format(parse_format(accumulate)),
+            sum_format=None if sum_format is None else check_format(parse_format(sum_format)),
             kahan=kahan,
             skip=skip,
             layers={pattern: _usual(choice) for pattern, choice in (layers or {}).items()},
@@ -145,12 +147,12 @@ class Settings:
         return any(isinstance(c, Mapping) or (callable(c) and not isinstance(c, Codec)) for c in self._choices)
 
     def sums(self, reduction: Reduction) -> AnyFormat | None:
-        return default_accumulate(reduction, self.accumulate)
+        return default_sum_format(reduction, self.sum_format)
 
     def describe(self) -> str:
         """One line for people and for comparing ranks. Words are compared (communicator.py): no spaces within one."""
         return (
-            f"{self.describe_codec()} reduction={str(self.reduction).replace(' ', '')} accumulate={self.accumulate} "
+            f"{self.describe_codec()} reduction={str(self.reduction).replace(' ', '')} sum_format={self.sum_format} "
             f"kahan={self.kahan} nonfinite={self.nonfinite} seed={self.seed} measure={self.measure} chunk={self.chunk}"
         )
 
