@@ -11,6 +11,7 @@ from torch import Tensor
 from lowp.tensor.kernels import SMALL
 from lowp.wire.auto import choose
 from lowp.wire.chunk_scheduler import ChunkScheduler
+from lowp.wire.codec import codec_for
 from lowp.wire.communicator import Communicator, agree
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
@@ -102,7 +103,8 @@ def _agree_once(communicator: Communicator, said: str) -> None:
 def _reduce(
     tensor: Tensor, settings: Settings, reduction: Reduction, op: str, communicator: Communicator, step: int
 ) -> WireReport:
-    layer = Layer("tensor", tensor.numel(), settings.codec(["tensor"], 1, (), step), 0)
+    codec = codec_for(settings.codec(["tensor"], 1, (), step), tensor.dtype)
+    layer = Layer("tensor", tensor.numel(), codec, 0)
     if tensor.numel() >= SMALL:
         warm_up({layer.codec}, tensor.device)
     flat = tensor.detach().contiguous().view(-1)

@@ -27,7 +27,7 @@ from lowp import compat
 from lowp.formats.floats import FP32
 from lowp.tensor.noise import Domain
 from lowp.wire.chunk_scheduler import ChunkScheduler, Task
-from lowp.wire.codec import Codec, codec_of
+from lowp.wire.codec import Codec, codec_for, codec_of
 from lowp.wire.collectives import communicator_for
 from lowp.wire.communicator import Communicator
 from lowp.wire.plan import Chunk, Part, Shard
@@ -266,7 +266,7 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
     rows = source.view(world, -1)
 
     def steps(start: int, stop: int) -> Steps:
-        chunk = _chunk(codec, start, stop - start, world)
+        chunk = _chunk(codec_for(codec, source.dtype), start, stop - start, world)
         numbers = rows[:, start:stop].reshape(-1)
         job = ChunkJob(chunk, numbers, output, rules, link.for_chunk())
         rooms = job.write_to_owners()
@@ -299,7 +299,7 @@ def _gather_from_owners(output: Tensor, source: Tensor, codec: Codec, group: Any
     rows = output.view(link.world, -1)
 
     def steps(start: int, stop: int) -> Steps:
-        chunk = _chunk(codec, start, stop - start, link.world)
+        chunk = _chunk(codec_for(codec, source.dtype), start, stop - start, link.world)
         mine = chunk.shards[link.rank]
         numbers = torch.zeros(chunk.size, dtype=torch.float32, device=source.device)
         numbers[mine.start : mine.stop] = source[start:stop]

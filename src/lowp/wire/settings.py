@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Size
 
 from lowp.formats import AnyFormat, FormatLike, usual_name
@@ -11,7 +12,7 @@ from lowp.formats.floats import FP32
 from lowp.former_names import ARGUMENTS_OF_THE_WIRE, renamed_arguments
 from lowp.names import SMALL, covers, unmatched
 from lowp.wire.adaptive import layer_budgets
-from lowp.wire.codec import Codec, check_format, codec_of
+from lowp.wire.codec import Codec, check_format, codec_for, codec_of
 from lowp.wire.naming import end_layers
 from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions import reduction_of
@@ -212,27 +213,30 @@ class Parameters:
             if not has_matrix and not any(covers(word, name) for name in everything):
                 raise ValueError(f"{word!r} is the {word} layer that has a matrix, and no parameter here has two dimensions")
         self.numbers = {name: number for number, name in enumerate(shapes)}
-        self._kept: dict[tuple[str, ...], Bucket] = {}
+        self._kept: dict[tuple[tuple[str, ...], torch.dtype], Bucket] = {}
         self._budgets_at: tuple[int, dict[str, float]] = -1, {}  # the step that they are for
 
-    def codec(self, name: str, step: int) -> Codec:
+    def codec(self, name: str, step: int, dtype: torch.dtype = torch.float32) -> Codec:
+        """`dtype`: of the gradient that travels."""
         ends = [word for word, parameters in self._ends.items() if name in parameters]
-        return self._settings.codec(self._names[name], len(self._shapes[name]), ends, step)
+        return codec_for(self._settings.codec(self._names[name], len(self._shapes[name]), ends, step), dtype)
 
     @property
     def known_codecs(self) -> set[frozenset[Codec]]:
         """All codecs that parameters have at the same step, for every step, as far as schedules tell."""
         return {frozenset(self.codec(name, step) for name in self._shapes) for step in self._settings.switches}
 
-    def bucket(self, names: Iterable[str], step: int) -> Bucket:
+    def bucket(self, names: Iterable[str], step: int, dtype: torch.dtype = torch.float32) -> Bucket:
         """The layers of these parameters. Worked out once, unless there is a schedule: it is asked for in every step."""
-        key = tuple(names)
+        names = tuple(names)
+        key = names, dtype
         if key in self._kept:
             return self._kept[key]
         budgets = self._budgets(step)
-        found = Bucket.of(
-            tuple(Layer(n, self._shapes[n].numel(), self.codec(n, step), self.numbers[n], budgets.get(n, 0.0)) for n in key)
+        layers = (
+            Layer(n, self._shapes[n].numel(), self.codec(n, step, dtype), self.numbers[n], budgets.get(n, 0.0)) for n in names
         )
+        found = Bucket.of(tuple(layers))
         if not self._settings.scheduled:
             self._kept[key] = found
         return found
