@@ -6,7 +6,7 @@ A name that has changed is one line too.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -49,11 +49,18 @@ def _warnings_in_one_line() -> Iterator[None]:
     """What is written for users, such as that a name has changed, without the line of ours that found it."""
     usual = warnings.showwarning
 
-    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if category is FutureWarning and str(message).endswith(OLD_NAME):
             typer.echo(f"lowp: {message}", err=True)
         else:
-            usual(message, category, *place)
+            usual(message, category, filename, lineno, file, line)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

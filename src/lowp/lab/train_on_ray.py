@@ -5,17 +5,17 @@ Ray starts the workers, makes their process group and starts all of them again w
 worker that is started again may be on another node, so all nodes must see that directory; a probe finds out before anything
 begins. Checkpoints are the run's own: Ray is given none.
 
-Ray is not told of an error that would come again (a run that diverged, a mistake of the user's): it would start the workers
-again for nothing. Such a run says it in its directory, where this process reads how it ended.
+Ray is not told that a run diverged: it would start the workers again for nothing. All ranks of such a run end together, and its
+directory says it, where this process reads how the run ended.
 """
 
-import os
 import sys
 import tempfile
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -107,30 +107,25 @@ def _on_gpus(ray: Any, recipe: Recipe) -> bool:
 
 
 def _fit(recipe: Recipe, out: Path, data: Path | None, on_gpus: bool, max_restarts: int, folder: str) -> None:
-    from ray.train import FailureConfig, RunConfig, ScalingConfig  # pyrefly: ignore[missing-import]  # an extra
-    from ray.train.torch import TorchConfig, TorchTrainer  # pyrefly: ignore[missing-import]
-
+    train = import_module("ray.train")
+    torch_train = import_module("ray.train.torch")
     settings = {
         "recipe": to_toml(recipe, comments=False),
         "out": str(out),
         "data": None if data is None else str(data.resolve()),
+        "path": [path for path in sys.path if path],  # workers find the modules that this process finds
     }
-    environment = {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # they find the modules that this process finds
-        "OMP_NUM_THREADS": str(recipe.threads),
-    }
-    trainer = TorchTrainer(
+    trainer = torch_train.TorchTrainer(
         _work,
         train_loop_config=settings,
-        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo"),
-        scaling_config=ScalingConfig(
+        torch_config=torch_train.TorchConfig(backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo"),
+        scaling_config=train.ScalingConfig(
             num_workers=recipe.ranks, use_gpu=on_gpus, resources_per_worker={"CPU": recipe.threads, "GPU": int(on_gpus)}
         ),
-        run_config=RunConfig(
+        run_config=train.RunConfig(
             name="lowp",
             storage_path=folder,
-            failure_config=FailureConfig(max_failures=max_restarts),
-            worker_runtime_env={"env_vars": environment},
+            failure_config=train.FailureConfig(max_failures=max_restarts),
         ),
     )
     try:
@@ -138,8 +133,8 @@ def _fit(recipe: Recipe, out: Path, data: Path | None, on_gpus: bool, max_restar
     except Exception as error:  # of Ray: workers that died, or raised; which kind it is, is Ray's own matter
         if read_status(out)["state"] == "finished":  # all of them had done their work
             return
-        reason = str(error).strip().splitlines()
-        raise RanksFailed(f"workers of Ray failed: {reason[-1] if reason else type(error).__name__}") from error
+        said = read_status(out)["message"] or str(error).strip() or type(error).__name__
+        raise RanksFailed(f"workers of Ray failed: {said.splitlines()[-1]}") from error
 
 
 def _work(settings: dict[str, Any]) -> None:
@@ -149,22 +144,21 @@ def _work(settings: dict[str, Any]) -> None:
         file = Path(folder) / "recipe.toml"
         file.write_text(settings["recipe"])
         recipe = read_recipe(str(file))
+    sys.path += [path for path in settings["path"] if path not in sys.path]
     torch.set_num_threads(recipe.threads)
     data = None if settings["data"] is None else Path(settings["data"])
     try:
         run(recipe, Path(settings["out"]), resume=True, data=data, quiet=True, world=_world(recipe))
-    except (Diverged, ValueError, TypeError):
-        return  # the run's directory says it; to start again would end in the same
+    except Diverged:
+        return
 
 
 def _world(recipe: Recipe) -> World:
     """The process group is Ray's."""
-    import ray.train.torch  # pyrefly: ignore[missing-import]
-
-    device = ray.train.torch.get_device() if recipe.device == "cuda" else torch.device("cpu")
+    device = import_module("ray.train.torch").get_device() if recipe.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    context = ray.train.get_context()
+    context = import_module("ray.train").get_context()
     return World(context.get_world_rank(), context.get_world_size(), device)
 
 
@@ -172,8 +166,6 @@ def _ended(out: Path) -> dict[str, Any]:
     status = read_status(out)
     if status["state"] == "diverged":
         raise Diverged(status["message"])
-    if status["state"] != "finished":
-        raise ValueError(status["message"].partition(": ")[2] or f"the run in {out} has not ended, and does not say why")
     return next(record for record in reversed(read_lines(out / METRICS)) if record["kind"] == "end")
 
 

@@ -218,7 +218,8 @@ def compress_gradients(
             names both if they do not.
         format: "e5m2", "e4m3fn", "int8", "e2m1fn" (4 bits), "mxfp4", "topk:0.01", "adaptive:4", any of up to 16 bits; or a
             schedule: {0: "fp16", 500: "e5m2"} (from which step on), or a function of the step. "plan": the first steps travel
-            in float32 and are timed; then format, scale and reduction are chosen as `lowp plan` does.
+            in float32 and are timed; then format, scale and reduction are chosen as `lowp plan` does. "fp32": uncompressed;
+            gradients of 16 bits travel in their own 16 bits.
         scale: "none", "aps" (Auto Precision Scaling: per layer, agreed between ranks), "aps_delayed" (last step's), "local"
             (each message's own), or "block:<n>" (each n numbers' own). Default, for each format by itself: "block:32" if it has
             fewer than 8 bits, else "local"; "local" also for block formats and top-k.
@@ -228,7 +229,7 @@ def compress_gradients(
             "two_shot" for large ones), or "auto": the one that is predicted to be the fastest from a measurement at start; no
             compression, if none is faster than float32.
         rounding: any of lowp's; "stochastic" takes `seed`.
-        skip: what stays in float32: "1d" (biases and norms), "last" (the last layer that has a matrix), or name patterns such
+        skip: what stays uncompressed: "1d" (biases and norms), "last" (the last layer that has a matrix), or name patterns such
             as "*.embedding.*". A tied parameter is found by any of its names.
         layers: formats of their own, by name pattern: {"last": "fp16", "*.attention.*": "e4m3fn"}. The first match counts.
         sum_format: the format of sums. Default: float32 in two_shot and inside nodes, else the wire's own format.
