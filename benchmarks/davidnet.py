@@ -58,7 +58,7 @@ WIRES: dict[str, dict[str, Any]] = {
 KEPT = ("accuracy", "best_accuracy", "loss", "samples_per_second", "step_ms", "seconds", "memory_bytes", "bytes_per_parameter")
 RANKS = 8
 CONTENDERS: dict[str, dict[str, Any]] = {
-    "8 micro-batches, 1 rank": {"virtual_ranks": 1, "accumulate": RANKS, "wire": {"format": "fp32", "scale": "none"}},
+    "8 micro-batches, 1 rank": {"virtual_ranks": 1, "micro_batches": RANKS, "wire": {"format": "fp32", "scale": "none"}},
     "8 virtual ranks, fp32": {"virtual_ranks": RANKS, "wire": {"format": "fp32", "scale": "none"}},
     "8 virtual ranks, e5m2 aps": {"virtual_ranks": RANKS, "wire": {"format": "e5m2", "scale": "aps"}},
 }

@@ -83,7 +83,7 @@ def bits(codec: str, ranks: int, elements: int, reduction: str = "two_shot") -> 
     """Of an element, by rank 0: all that is sent, and what leaves the node (with reductions that name their receivers)."""
     order = reduction_of(reduction)
     bucket = Bucket.of((Layer("weight", elements, codec_of(codec), 0),))
-    rules = LengthRules(world=ranks, domain=Domain.WIRE, accumulate=FP32, addends=order.addends(ranks))
+    rules = LengthRules(world=ranks, domain=Domain.WIRE, sum_format=FP32, addends=order.addends(ranks))
     link = NodeLink(0, ranks)
     for chunk in bucket.chunks(order.shards(ranks), cuts_for(None, torch.device("cpu"))):
         numbers = torch.empty(chunk.size, device="meta")

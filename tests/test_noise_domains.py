@@ -156,7 +156,7 @@ def test_no_two_consumers_share_a_stream(recorder):
 @pytest.mark.parametrize("kahan", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_no_two_roundings_of_a_reduction_share_a_stream(recorder, reduction, kahan):
-    of_wire(reduction, accumulate="fp16", kahan=kahan, scale="local")
+    of_wire(reduction, sum_format="fp16", kahan=kahan, scale="local")
     assert recorder.drawn
     assert not recorder.repeated
 

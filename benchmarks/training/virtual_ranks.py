@@ -19,7 +19,7 @@ from lowp.training.world import World, threads_of_a_rank
 RANKS = 8
 BASE = "accumulated"
 CONTENDERS: dict[str, dict[str, Any]] = {
-    BASE: {"accumulate": RANKS},
+    BASE: {"micro_batches": RANKS},
     "virtual, fp32": {"virtual_ranks": RANKS},
     "virtual, e5m2 aps": {"virtual_ranks": RANKS, "wire": {"format": "e5m2", "scale": "aps"}},
 }

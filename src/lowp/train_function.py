@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lowp.lab.train_on_ray import check_on_ray, train_on_ray
 from lowp.training.check import check
 from lowp.training.json_lines import read_lines
 from lowp.training.launch import is_rank, is_restart
@@ -75,6 +76,7 @@ def train(
     data: str | os.PathLike[str] | None = None,
     resume: bool = False,
     max_restarts: int = 0,
+    on: str = "local",
     quiet: bool = False,
 ) -> TrainingResult:
     """Train a recipe, as `lowp train` does.
@@ -95,6 +97,8 @@ def train(
         data: where data sets lie. Default: $LOWP_DATA, or the cache.
         resume: go on from the last whole checkpoint in `out`.
         max_restarts: how often to start the ranks again when one dies.
+        on: "local", or "ray": ranks are workers of Ray Train, on the cluster that RAY_ADDRESS names or on one that is started
+            here. All nodes must see `out`.
         quiet: print only the end.
 
     Raises:
@@ -102,10 +106,14 @@ def train(
         lowp.Diverged: the run cannot go on; the message names layer and step. What was there before the step is saved.
         RanksFailed: a rank was killed, and `max_restarts` is used up.
     """
+    if on not in ("local", "ray"):
+        raise ValueError(f"on={on!r}: a run is trained on 'local' processes or on 'ray'")
     target = None if out is None else Path(out)
     chosen, target = chosen_recipe(recipe, changes, ranks, virtual_ranks, target)
     place = None if data is None else Path(data)
     _check_place(chosen, ranks)
+    if on == "ray":
+        check_on_ray(chosen)
     if is_rank():
         if target is None:
             raise ValueError("under torchrun, say with out= where the run's directory is: a restart must find it")
@@ -116,6 +124,10 @@ def train(
         if resume:
             raise ValueError("resume=True needs the run's directory: lowp.train('runs/NAME-001', resume=True)")
         target = next_directory(Path("runs"), chosen.name)
+    if on == "ray":
+        say = (lambda text: None) if quiet else print
+        end = train_on_ray(chosen, target, resume=resume, data=place, max_restarts=max_restarts, say=say)
+        return TrainingResult(target, "finished", end)
     threads = torch.get_num_threads()
     try:
         end = run(chosen, target, resume=resume, data=place, quiet=quiet, max_restarts=max_restarts)

@@ -48,8 +48,61 @@ def test_a_narrow_format_has_a_scale_for_every_block(from_json, changes, bits):
 
 def test_the_table(stdout):
     said = stdout("memory", "fp32", "--set", "model.options.hidden=[64]")
-    assert "bytes a parameter" in said
+    assert [line.split()[0] for line in said.splitlines()[2:8]] == [
+        "weights",
+        "gradients",
+        "state",
+        "buffers",
+        "total",
+        "activations",
+    ]
     assert "12.000" in said
+    assert "hardware" not in said  # nothing is simulated
+    assert "hardware" in stdout("memory", "fp8", "--set", "model.options.hidden=[64]")
+
+
+def test_beside_fp32(from_json):
+    found = from_json("memory", "pure16", *SMALL)
+    count = found["parameters"]
+    assert found["bytes_of_fp32"] == {"weights": 4 * count, "gradients": 4 * count, "state": 4 * count, "buffers": 0}
+    assert found["bytes"]["weights"] == found["bytes_of_fp32"]["weights"] / 2
+    assert found["hardware"] is None
+
+
+def test_activations_are_those_of_a_micro_batch(from_json):
+    """What an MLP keeps of a sample: its 64 inputs and, after ReLU, 64 hidden numbers."""
+    whole = from_json("memory", "fp32", "--set", "batch=64", *SMALL)
+    assert (whole["samples"], whole["activations"]) == (64, 64 * 4 * (64 + 64))
+    parts = from_json("memory", "fp32", "--set", "batch=64", "--set", "micro_batches=4", "--set", "virtual_ranks=2", *SMALL)
+    assert (parts["samples"], parts["activations"]) == (8, whole["activations"] / 8)
+    half = from_json("memory", "pure16", "--set", "batch=64", *SMALL)
+    assert (half["activations"], half["activations_of_fp32"]) == (whole["activations"] / 2, whole["activations"])
+
+
+def test_mixed_precision_keeps_weights_that_it_has_cast(from_json):
+    """Once, however many samples there are: the second layer's matrix, in 2 bytes. (The first one's is not needed again.)"""
+    found = {batch: from_json("memory", "mixed", "--set", f"batch={batch}", *SMALL)["activations"] for batch in (64, 128, 256)}
+    assert found[256] - found[128] == 2 * (found[128] - found[64])
+    assert 2 * found[64] - found[128] == 2 * 64 * 10
+
+
+def test_what_hardware_would_hold(from_json):
+    found = from_json("memory", "fp8-all", *SMALL)
+    count, hardware = found["parameters"], found["hardware"]
+    assert found["bytes"]["weights"] == 4 * count  # simulated: this run holds float32
+    assert (hardware["weights"], hardware["master"], hardware["gradients"]) == (count, 2 * count, count)
+    assert hardware["state"] == found["bytes"]["state"]
+    # 64 hidden numbers, twice (before and after ReLU), in 8 bits, and 10 logits in 16.
+    assert hardware["activations"] == found["activations_of_fp32"] * (2 * 64 * 8 + 10 * 16) / (2 * 64 + 10) / 32
+    blocks = from_json("memory", "fp32", "--set", "precision.weights=mxfp4", *SMALL)["hardware"]
+    assert (blocks["weights"], blocks["master"], blocks["gradients"]) == (count * 4.25 / 8, 4 * count, 4 * count)
+
+
+def test_a_model_of_the_users_own(from_json):
+    found = from_json("memory", "fp8", "--set", "model.name=train.training:normed", "--set", "model.options={}", *SMALL[2:])
+    assert found["activations"] is None
+    assert "activations" not in found["hardware"]
+    assert found["hardware"]["weights"] < found["bytes"]["weights"]
 
 
 def test_mistakes(mistake):

@@ -31,7 +31,7 @@ def travels(name: str) -> bool:
 CODECS = (*(str(fmt) for fmt in FORMATS if travels(str(fmt))), "e5m4", "e3m1", "topk:0.1:e4m3fn", "topk:0.3")
 SCALES = ("none", "aps", "aps_delayed", "local", "block:32")
 SIZES = (1, 7, 64, 101, 13)
-VARIANTS = ({}, {"rounding": "stochastic", "seed": 5}, {"kahan": True, "accumulate": "e6m5"}, {"error_feedback": True})
+VARIANTS = ({}, {"rounding": "stochastic", "seed": 5}, {"kahan": True, "sum_format": "e6m5"}, {"error_feedback": True})
 TURNS = len(SCALES)
 ON_CPU = ("two_shot",)  # of the ordinary suite: the ranks' program works. tests/wire/test_worlds.py compares all reductions.
 DDP: dict[str, tuple[Any, ...]] = {

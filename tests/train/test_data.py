@@ -76,16 +76,16 @@ def test_an_epochs_order_is_a_permutation_of_seed_and_epoch():
     assert orders[0].equal(epoch_order(100, 0, 0))
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 1), (2, 1), (1, 4), (2, 2), (4, 3)])
-def test_the_ranks_share_one_stretch_of_the_order_however_many_they_are(ranks, accumulate):
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 1), (1, 4), (2, 2), (4, 3)])
+def test_the_ranks_share_one_stretch_of_the_order_however_many_they_are(ranks, micro_batches):
     order = epoch_order(31, 0, 0)
     for step in range(2):
-        cut = shares(order, step, 12, ranks, accumulate)
-        assert [len(of_rank) for of_rank in cut] == [accumulate] * ranks
+        cut = shares(order, step, 12, ranks, micro_batches)
+        assert [len(of_rank) for of_rank in cut] == [micro_batches] * ranks
         assert torch.cat([micro for of_rank in cut for micro in of_rank]).equal(order[12 * step : 12 * step + 12])
-        assert {len(micro) for of_rank in cut for micro in of_rank} == {12 // (ranks * accumulate)}
+        assert {len(micro) for of_rank in cut for micro in of_rank} == {12 // (ranks * micro_batches)}
     with pytest.raises(ValueError, match="no step 2: 31 samples in batches of 12 make 2 steps"):
-        shares(order, 2, 12, ranks, accumulate)
+        shares(order, 2, 12, ranks, micro_batches)
 
 
 @pytest.mark.parametrize(("batch", "nearest"), [(10, "8 or 12"), (3, "4"), (0, "4")])

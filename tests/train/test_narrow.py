@@ -75,7 +75,7 @@ def test_roundings_and_scales_by_role():
 
 
 def test_the_first_and_the_last_layer_are_left_alone():
-    trainer = trainer_of("simulate", "model.options.hidden=[8, 8]", "precision.exempt_first_last=true")
+    trainer = trainer_of("posit8", "model.options.hidden=[8, 8]", "precision.exempt_first_last=true")
     assert trainer.numerics.simulation is not None
     weights = {row.layer: row.format for row in trainer.numerics.simulation.formats() if row.role == "weights"}
     assert list(weights.values()) == ["fp32", "posit8", "fp32"]

@@ -88,7 +88,7 @@ def test_aps8_paper_rounds_every_partial_sum_and_aps8_does_not(name):
 
 
 def test_the_papers_two_levels_can_be_asked_for():
-    changes = ["virtual_ranks=8", "wire.reduction=hierarchical(4, leaders)", "wire.accumulate=e5m2", "epochs=1"]
+    changes = ["virtual_ranks=8", "wire.reduction=hierarchical(4, leaders)", "wire.sum_format=e5m2", "epochs=1"]
     recipe = read_recipe("aps8-paper", [*changes, "data.limit=256", "model.options.hidden=[4]"])
     check(recipe)
     trainer = Trainer(recipe, World(0, 1, CPU))

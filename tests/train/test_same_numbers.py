@@ -28,7 +28,7 @@ CASES = {
     "error-feedback": ("fp32", FEEDBACK),
     "top-k": ("fp32", {"wire__format": "topk:0.1", "wire__error_feedback": "true"}),
     "hybrid": ("hybrid", {}),
-    "batch-norm-accumulate": ("aps8", NORMED | FEEDBACK | {"accumulate": 2}),
+    "batch-norm-micro-batches": ("aps8", NORMED | FEEDBACK | {"micro_batches": 2}),
     "many-buckets": ("aps8", {"wire__bucket_mb": 0.001, "model__options__hidden": [16, 16]}),
     "adamw-8-bit": ("fp32", {"optimizer__name": "adamw", "optimizer__lr": 0.01, "precision__state": "dynamic8"}),
     "lars": ("aps8", {"optimizer__name": "lars", "label_smoothing": 0.1}),
@@ -37,10 +37,10 @@ CASES = {
     "pure-fp16": ("pure16", PURE16),
     "per-layer-scale": ("pure16", PURE16 | {"precision__loss_scale": "per_layer"}),
     "mixed": ("mixed", {}),
-    "simulate": ("simulate", {}),
-    "simulate-stochastic": ("simulate", {"precision__rounding": "stochastic"}),
+    "posit8": ("posit8", {}),
+    "posit8-stochastic": ("posit8", {"precision__rounding": "stochastic"}),
     "fp8": ("fp8", {}),
-    "delayed": ("simulate", {"precision__scale": "delayed:3", "precision__rounding": "stochastic", "accumulate": 2}),
+    "delayed": ("posit8", {"precision__scale": "delayed:3", "precision__rounding": "stochastic", "micro_batches": 2}),
     "scales-by-role": ("fp8", {"precision__scale": "{ weights = 'channel', activations = 'aps', errors = 'block:4' }"}),
     "narrow-sums": ("fp32", {"precision__accumulate": "e5m2", "precision__arithmetic": "{ rounding = 'stochastic' }"}),
     "fp8-all": ("fp8-all", {}),
@@ -52,9 +52,9 @@ CASES = {
     "augment": ("aps8", {"data__augment": ["crop", "flip"]}),
 }
 # Those without a state beyond weights and momentum:
-NO_STATE = {"fp32", "aps", "ring", "hybrid", "many-buckets", "lars", "mixed", "simulate", "fp8", "scales-by-role"}
+NO_STATE = {"fp32", "aps", "ring", "hybrid", "many-buckets", "lars", "mixed", "posit8", "fp8", "scales-by-role"}
 SLOW = NO_STATE | {"narrow-sums", "fp8-all", "master-of-torch"}
-REAL = ("aps", "batch-norm-accumulate", "delayed")  # of these, with real ranks, in every run of the tests
+REAL = ("aps", "batch-norm-micro-batches", "delayed")  # of these, with real ranks, in every run of the tests
 
 
 def of_case(name: str, *more: str, out: Path | str, **changes) -> list[str]:
@@ -131,7 +131,7 @@ def test_health_is_the_same_after_a_resume(tmp_path, capsys):
 def test_run_after_run(tmp_path, capsys):
     """And another seed gives other numbers, so that equality says something."""
     for name, seed in (("one", 3), ("two", 3), ("other", 4)):
-        train_here(of_case("batch-norm-accumulate", out=tmp_path / name, virtual_ranks=2, seed=seed))
+        train_here(of_case("batch-norm-micro-batches", out=tmp_path / name, virtual_ranks=2, seed=seed))
     assert_same(tmp_path / "one", tmp_path / "two")
     assert training.final_state(tmp_path / "one") != training.final_state(tmp_path / "other")
 
@@ -139,7 +139,7 @@ def test_run_after_run(tmp_path, capsys):
 @pytest.mark.parametrize("augment", [[], ["crop", "flip"]])
 def test_a_micro_batch_is_a_tensor_of_its_own(augment):
     """A product may have other bits where an operand's address is less round: a view into all ranks' samples would not do."""
-    recipe = read_recipe("aps8", ["batch=30", "data.limit=60", "accumulate=2", "virtual_ranks=3", f"data.augment={augment}"])
+    recipe = read_recipe("aps8", ["batch=30", "data.limit=60", "micro_batches=2", "virtual_ranks=3", f"data.augment={augment}"])
     trainer = Trainer(recipe, World(0, 1, torch.device("cpu")))
     for rank in range(3):
         for inputs, _ in trainer.micro_batches(rank):

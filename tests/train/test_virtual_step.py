@@ -55,7 +55,7 @@ AUTOCAST = "precision.activations=bf16"
 
 
 @pytest.mark.parametrize(
-    "passes", [["accumulate=4"], ["virtual_ranks=4"], ["virtual_ranks=2", "accumulate=2", "wire.format=e5m2"]]
+    "passes", [["micro_batches=4"], ["virtual_ranks=4"], ["virtual_ranks=2", "micro_batches=2", "wire.format=e5m2"]]
 )
 def test_autocast_casts_a_weight_once_a_step(passes):
     trainer = trainer_of(AUTOCAST, *passes)

@@ -4,7 +4,7 @@ A gradient is a list of layers (float32 arrays). The bucket is the layers one af
 cut, and nothing else of `lowp.wire` is used. Numbers are rounded by the tests' oracle. All additions are numpy's, in float32.
 
 How many shards a chunk has matters for where rings begin and, with scale="local", for what shares a scale: as many as there are
-ranks; for rings of leaders as many as there are nodes; one for `tree`. `accumulate` is the format of sums: the first addend is
+ranks; for rings of leaders as many as there are nodes; one for `tree`. `sum_format` is the format of sums: the first addend is
 rounded to it too, and with `hierarchical` it is the format inside nodes (addends and sums), never between them. Kahan sums
 begin with the first addend, so that a sum of negative zeros is one.
 """
@@ -74,7 +74,7 @@ def all_reduce(
     *,
     scale: str = "local",
     reduction: str = "two_shot",
-    accumulate: str | None = None,
+    sum_format: str | None = None,
     kahan: bool = False,
     op: str = "sum",
     chunk: int = 1 << 21,
@@ -87,7 +87,7 @@ def all_reduce(
     """
     fmt, world = lowp.format(format), len(gradients)
     name, node, leaders = parse(reduction)
-    sums = lowp.format(accumulate) if accumulate else FP32 if name in ("two_shot", "hierarchical") else fmt
+    sums = lowp.format(sum_format) if sum_format else FP32 if name in ("two_shot", "hierarchical") else fmt
     outer, inner = Rounder(fmt, scale == "local"), Rounder(sums, scale == "local")
 
     shifts = [0] * len(gradients[0])

@@ -375,7 +375,7 @@ REAL = [
     {"format": "adaptive:3.3", "reduction": "two_shot"},
     {"format": "adaptive:4", "reduction": "ring", "rounding": "stochastic"},
     {"format": "adaptive:4", "reduction": "hierarchical(2)", "error_feedback": True, "chunk": 9000},
-    {"format": "adaptive:2", "reduction": "hybrid", "layers": {"head": "adaptive:6"}, "kahan": True},
+    {"format": "adaptive:2", "reduction": "by_size", "layers": {"head": "adaptive:6"}, "kahan": True},
 ]
 
 

@@ -19,7 +19,7 @@ SHAPES = {"weight": torch.Size([8, 5]), "bias": torch.Size([5])}
 STEPS = 24
 CASES = [
     ("e4m3fn", {"scale": "aps"}),
-    ("e3m1", {"scale": "block:16", "accumulate": "e4m1", "kahan": True}),
+    ("e3m1", {"scale": "block:16", "sum_format": "e4m1", "kahan": True}),
     ("topk:0.2:e4m3fn", {"scale": "local"}),
     ("adaptive:4", {}),
 ]

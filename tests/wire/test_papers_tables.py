@@ -4,7 +4,7 @@ Fixed here: N(0, 1), one layer, rank r's generator seeded with 1000 + r, errors 
 overflows, scale="aps" and scale="none" give the same figures.
 
 A virtual world takes time in proportion to ranks * shards, and most reductions have as many shards as ranks. One node of all
-ranks and accumulate=format is the sequential sum with a single shard (`test_one_node_is_sequential`), so 256 ranks are quick.
+ranks and sum_format=format is the sequential sum with a single shard (`test_one_node_is_sequential`), so 256 ranks are quick.
 
 Where we differ from the tables:
 - "decode and sum in fp32" has one rounding, of the addends: .052 and .027. `two_shot` rounds the sum once more, because it
@@ -35,7 +35,7 @@ def error(world: int, format: str, size: int = SIZE, times: float = 1.0, **setti
 
 
 def one_node(world: int, format: str) -> dict:
-    return {"reduction": f"hierarchical({world}, leaders)", "accumulate": format, "scale": "aps"}
+    return {"reduction": f"hierarchical({world}, leaders)", "sum_format": format, "scale": "aps"}
 
 
 @pytest.mark.parametrize("kahan", [False, True])
@@ -77,7 +77,7 @@ GROUPS = {256: 0.290, 64: 0.164, 32: 0.130, 16: 0.116, 8: 0.132, 4: 0.162}
 @pytest.mark.parametrize("group", [256, 64, 16, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (32, 8))])
 def test_groups(group):
     size = 1024 if group > 8 else 256 if group == 8 else 128  # many nodes take long
-    found = error(256, "e4m3", size, reduction=f"hierarchical({group}, leaders)", accumulate="e4m3", scale="aps")
+    found = error(256, "e4m3", size, reduction=f"hierarchical({group}, leaders)", sum_format="e4m3", scale="aps")
     assert found == pytest.approx(GROUPS[group], rel=0.1)
 
 

@@ -61,7 +61,7 @@ def test_a_bucket_that_moves_again_and_again_is_no_longer_recorded(on_cuda):
         {"error_feedback": True},
         {"measure": True},
         {"kahan": True},
-        {"accumulate": "bf16"},
+        {"sum_format": "bf16"},
         {"scale": "aps_delayed"},
         {"reduction": "ring"},
         {"format": "topk:0.1"},

@@ -206,7 +206,7 @@ def test_inside_a_node_nothing_is_dropped():
     """Sums in memory are rounded to the format of sums, and not chosen from: 2 is among the smaller ones of the first rank."""
     rows = [torch.tensor([3, 2, 2.5, 0, 0, 0, 0, 0]), torch.tensor([0, 2.5, 0, 0, 0, 0, 0, 0])]
     for reduction in ("hierarchical(2, leaders)", "hierarchical(8, leaders)"):
-        total = lowp.VirtualWorld(2).all_reduce(rows, "topk:0.01", reduction=reduction, accumulate="bf16")
+        total = lowp.VirtualWorld(2).all_reduce(rows, "topk:0.01", reduction=reduction, sum_format="bf16")
         assert total.tolist() == [0, 4.5, 0, 0, 0, 0, 0, 0]
 
 

@@ -14,7 +14,7 @@ BUCKETS = [["head", "bias"], ["weight"]]
 CASES = [
     {"format": "e5m2", "scale": "aps"},
     {"format": "topk:0.1:e4m3fn", "scale": "local"},
-    {"format": "e2m1fn", "scale": "aps_delayed", "accumulate": "e6m5", "kahan": True},
+    {"format": "e2m1fn", "scale": "aps_delayed", "sum_format": "e6m5", "kahan": True},
     {"format": "e4m3fn", "scale": "block:16", "skip": "1d"},
     {"format": "adaptive:3.5", "layers": {"head": "e5m2"}},
 ]

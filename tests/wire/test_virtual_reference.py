@@ -90,9 +90,9 @@ def test_means(op):
 
 
 @pytest.mark.parametrize("name", [name for name in REDUCTIONS if name != "hierarchical(3, leaders)"])
-@pytest.mark.parametrize("accumulate", ["fp32", "fp16", "e4m3fn", "e3m0"])
-def test_formats_of_sums(name, accumulate):
-    settings = {"reduction": name, "accumulate": accumulate, **REDUCTIONS[name]}
+@pytest.mark.parametrize("sum_format", ["fp32", "fp16", "e4m3fn", "e3m0"])
+def test_formats_of_sums(name, sum_format):
+    settings = {"reduction": name, "sum_format": sum_format, **REDUCTIONS[name]}
     for scale in ("aps", "local"):
         check(gradients(5, [40, 9]), "e4m3fn", scale=scale, chunk=32, **settings)
 

@@ -36,7 +36,7 @@ CODECS = (*(str(fmt) for fmt in FORMATS if travels(fmt)), "e5m4", "e3m1", "fp32"
 SOME = ("e5m2", "e2m1fn", "posit8", "dynamic8", "int8", "fp16", "mxfp4", "e5m4", "fp32", "topk:0.1:e4m3fn", "adaptive:4.5")
 SIZES = (1, 7, 64, 101, 13)  # primes, one, and what is divisible by everything
 MAGNITUDES = (1e-3, 1.0, 1e-30, 3e5, 0.0, 1e-7)
-VARIANTS = ({}, {"rounding": "stochastic", "seed": 5}, {"kahan": True, "accumulate": "e6m5"}, {"error_feedback": True})
+VARIANTS = ({}, {"rounding": "stochastic", "seed": 5}, {"kahan": True, "sum_format": "e6m5"}, {"error_feedback": True})
 
 
 class Case(NamedTuple):

@@ -1,10 +1,17 @@
-"""A user's mistake is one line on stderr and exit code 2, never a traceback; so is Ctrl-C, with exit code 130."""
+"""A user's mistake is one line on stderr and exit code 2, never a traceback; so is Ctrl-C, with exit code 130.
 
-from typing import Any
+A name that has changed is one line too.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 import typer
 from typer.core import TyperGroup
 
+from lowp.former_names import OLD_NAME
 from lowp.starting import INTERRUPTED, has_started
 
 TRACEBACK = "LOWP_TRACEBACK"  # the environment variable that stands for --traceback
@@ -37,6 +44,29 @@ def _flags_without_value(params: Any) -> Any:
     return params
 
 
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """What is written for users, such as that a name has changed, without the line of ours that found it."""
+    usual = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category is FutureWarning and str(message).endswith(OLD_NAME):
+            typer.echo(f"lowp: {message}", err=True)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
 class OneLineErrors(TyperGroup):
     """The group of all commands. `lowp --traceback ...` lets the exception through. Flags are shown without a value."""
 
@@ -53,7 +83,8 @@ class OneLineErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:  # typer keeps its own kind of context to itself
         try:
             has_started()
-            return super().invoke(ctx)
+            with _warnings_in_one_line():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             typer.echo("lowp: interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None

@@ -1,5 +1,6 @@
 """`lowp memory`: what a recipe needs, before anything is trained."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +26,10 @@ def show_memory(
     classes: Annotated[int | None, typer.Option(min=1, help="Instead of looking at the data.")] = None,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """Bytes a parameter by role (weights, gradients, optimizer state, buffers), and what a step sends."""
+    """Bytes by role (weights, gradients, optimizer state, buffers, activations) beside FP32's, and what a step sends.
+
+    Simulated formats live in float32. For them it also says what hardware would hold that stores them.
+    """
     from lowp.training.check import check
     from lowp.training.footprint import footprint
     from lowp.training.reading import read_recipe
@@ -41,25 +45,66 @@ def show_memory(
 
 
 def _print(found: "Footprint") -> None:
+    from lowp.training.footprint import HardwareRole
     from lowp.training.units import bytes_text
 
-    counted = found.memory
+    counted, hardware = found.memory, dict(found.hardware)
+    if hardware:
+        kept = sum(part.bytes for role, part in hardware.items() if role != ACTIVATIONS)
+        hardware[TOTAL] = HardwareRole(kept, ())
     result = table()
-    for heading in ("role", "dtype"):
-        result.add_column(heading)
-    for heading in ("bytes", "bytes a parameter"):
-        result.add_column(heading, justify="right")
-    for part in counted.parts:
-        share = part.bytes / max(1, counted.parameters)
-        result.add_row(part.role, str(part.dtype).removeprefix("torch."), bytes_text(part.bytes), f"{share:.3f}")
-    result.add_row("total", "", bytes_text(counted.total), f"{counted.bytes_per_parameter:.3f}")
+    result.add_column("role", no_wrap=True, min_width=len(ACTIVATIONS))
+    result.add_column("dtype")
+    for heading in ("bytes", "B/param", "in fp32", "ratio", *(["hardware"] if hardware else [])):
+        result.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
+    if hardware:
+        result.add_column("formats", overflow="fold", min_width=6)
+    for role, dtypes, own, fp32 in _rows(found):
+        each = f"{own / max(1, counted.parameters):.3f}" if own is not None and role != ACTIVATIONS else ""
+        ratio = f"{own / fp32:.2f}" if own is not None and fp32 else ""
+        cells = [_blank_or_bytes(own), each, _blank_or_bytes(fp32), ratio]
+        if hardware:
+            part = hardware[role]
+            cells += [bytes_text(part.bytes), " ".join(part.formats)]
+        result.add_row(role, dtypes, *cells)
     out = console()
     out.print(result)
+    known = f"of a micro-batch of {found.samples:,}" if found.activations is not None else "(not known of a model of your own)"
+    sends = "one rank sends none"
+    if found.ranks > 1:
+        sends = f"with {found.ranks} ranks, rank 0 sends {bytes_text(found.sent)} a step"
     out.print(
-        f"\n{counted.parameters:,} parameters. A rank's gradients are {bytes_text(found.wire_bytes)} on the wire, "
-        f"{100 * found.wire_bytes / found.fp32_bytes:.4g} % of fp32's;\nwith {found.ranks} ranks rank 0 sends "
-        f"{bytes_text(found.sent)} a step. Activations are not counted: they depend on the batch."
+        f"\n{counted.parameters:,} parameters. Activations are what forward keeps for backward {known}; the total is without "
+        f"them.\nA rank's gradients are {bytes_text(found.wire_bytes)} on the wire, "
+        f"{100 * found.wire_bytes / found.fp32_bytes:.4g} % of fp32's; {sends}."
     )
+    if hardware:
+        out.print(
+            "Formats are simulated: this run holds float32. `hardware` is a machine that stores them, with `master` weights "
+            "for the updates."
+        )
+
+
+def _blank_or_bytes(count: float | None) -> str:
+    from lowp.training.units import bytes_text
+
+    return "" if count is None else bytes_text(count)
+
+
+TOTAL, ACTIVATIONS, MASTER = "total", "activations", "master"
+
+
+def _rows(found: "Footprint") -> Iterator[tuple[str, str, float | None, float | None]]:
+    """Role, dtypes, bytes of this recipe and of FP32. Only hardware has master weights beside those that it multiplies."""
+    counted = found.memory
+    for role, own in counted.by_role.items():
+        dtypes = dict.fromkeys(str(part.dtype).removeprefix("torch.") for part in counted.parts if part.role == role)
+        yield role, " ".join(dtypes), own, found.fp32.bytes_of(role)
+        if role == "weights" and MASTER in found.hardware:
+            yield MASTER, "", None, None
+    yield TOTAL, "", counted.total, found.fp32.total
+    if found.activations is not None:
+        yield ACTIVATIONS, "", found.activations, found.fp32_activations
 
 
 def _sample(recipe: "Recipe", data: Path | None, shape: str | None, classes: int | None) -> tuple[tuple[int, ...], int]:
@@ -81,8 +126,13 @@ def _document(found: "Footprint") -> dict[str, object]:
     counted = found.memory
     return {
         "parameters": counted.parameters,
-        "bytes": {role: counted.bytes_of(role) for role in ("weights", "gradients", "state", "buffers")},
+        "bytes": counted.by_role,
         "bytes_per_parameter": counted.bytes_per_parameter,
+        "bytes_of_fp32": found.fp32.by_role,
+        "samples": found.samples,
+        "activations": found.activations,
+        "activations_of_fp32": found.fp32_activations,
+        "hardware": {role: part.bytes for role, part in found.hardware.items()} or None,
         "wire_bytes": found.wire_bytes,
         "fp32_bytes": found.fp32_bytes,
         "sent_per_step": found.sent,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lowp import former_names
 from lowp.cli.output import JSON_HELP, console, examples, print_json, table
 from lowp.invocation import command
 
@@ -95,6 +96,7 @@ def _show_recipe(name: str, toml: bool, json: bool) -> None:
     from lowp.training.toml import plain, to_toml, value_text
 
     recipe = read_recipe(name)
+    name = former_names.RECIPES.get(name, name)
     explanation = _reflowed((RECIPES[name].__doc__ if name in RECIPES else None) or recipe.description)
     changes = {written(path): value for path, value in _changes(recipe)}
     if toml:

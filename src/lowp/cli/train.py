@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowp.cli import completion
+from lowp.cli.ablate import Place
 from lowp.cli.errors import TRACEBACK, USER_ERRORS, one_line
 from lowp.cli.output import examples
 from lowp.invocation import command
@@ -24,6 +25,7 @@ EXAMPLES = examples(
     ("lowp train aps8 --ranks 2 --set wire=plan", "measure the link, and take the fastest wire"),
     ("lowp train my.toml --out runs/mine", "a recipe of your own; lowp recipes NAME --toml prints one"),
     ("lowp train runs/mine --resume", "go on where it stopped"),
+    ("lowp train aps8 --ranks 8 --on ray --out /shared/run", "on the cluster that RAY_ADDRESS names"),
 )
 
 
@@ -47,12 +49,14 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint.")] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often to start again when a rank dies.")] = 0,
+    on: Annotated[Place, typer.Option(help="This machine, or a Ray cluster: ranks are workers of Ray Train.")] = Place.LOCAL,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the end.")] = False,
 ) -> None:
     """Train a model in a chosen precision, and show what it cost and what it lost.
 
     On many hosts: `torchrun --nnodes 2 --node-rank N --nproc-per-node 4 --master-addr HOST --master-port 29500 -m lowp train
-    RECIPE --out DIR` on each, with N = 0 on HOST. Everybody who can reach these ports is trusted: docs/TRAIN.md.
+    RECIPE --out DIR` on each, with N = 0 on HOST. Everybody who can reach these ports is trusted: docs/TRAIN.md. On a Ray
+    cluster: `--on ray`, with --out on a disk that all nodes see.
 
     Exit codes: 0, done; 1, a rank died; 2, a mistake; 3, the run diverged; 130 or 143, stopped by SIGINT or SIGTERM, and saved.
     """
@@ -62,6 +66,8 @@ def train(
     from lowp.training.rundir import RECIPE, next_directory
 
     chosen, out = chosen_recipe(recipe, changes or [], ranks, virtual_ranks, out)
+    if on is Place.RAY:
+        _check_ray(chosen)
     if is_rank():
         check_ranks_of_torchrun(ranks)
         if out is None:
@@ -77,8 +83,11 @@ def train(
         if resume:
             raise ValueError("--resume needs the run's directory: lowp train runs/NAME-001 --resume")
         out = next_directory(Path("runs"), chosen.name)
-    go_on = f"go on with: {command('train', out, '--resume')}"
+    go_on = f"go on with: {command('train', out, *(['--on', 'ray'] if on is Place.RAY else []), '--resume')}"
     try:
+        if on is Place.RAY:
+            _run_on_ray(chosen, out, resume=resume, data=data, quiet=quiet, max_restarts=max_restarts)
+            return
         if chosen.ranks == 1:
             _run_here(chosen, out, resume=resume, data=data, quiet=quiet)
             return
@@ -92,6 +101,34 @@ def train(
         typer.echo(f"lowp: interrupted; {go_on}", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
+
+
+def _check_ray(chosen: "Recipe") -> None:
+    from lowp.lab.on_ray import import_ray
+    from lowp.lab.train_on_ray import check_on_ray
+    from lowp.training.launch import is_rank
+
+    if is_rank():
+        raise ValueError("--on ray: a launcher has started this process as one of several ranks; Ray starts its own")
+    import_ray()
+    check_on_ray(chosen)
+
+
+def _run_on_ray(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, quiet: bool, max_restarts: int) -> None:
+    from lowp.lab.train_on_ray import summary, train_on_ray
+    from lowp.training.divergence import Diverged
+    from lowp.training.launch import DIVERGED
+
+    def say(text: str) -> None:
+        if not quiet:
+            typer.echo(text)
+
+    try:
+        end = train_on_ray(chosen, out, resume=resume, data=data, max_restarts=max_restarts, say=say)
+    except Diverged as error:
+        typer.echo(f"lowp: {one_line(error)}", err=True)
+        sys.exit(DIVERGED)
+    typer.echo(summary(end, out))
 
 
 def _run_here(chosen: "Recipe", out: Path, *, resume: bool, data: Path | None, quiet: bool) -> None:

@@ -58,6 +58,10 @@ class Memory:
         return self.bytes_of("buffers")
 
     @property
+    def by_role(self) -> dict[str, int]:
+        return {role: self.bytes_of(role) for role in MEMORY_ROLES}
+
+    @property
     def total(self) -> int:
         return sum(part.bytes for part in self.parts)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lowp.former_names import ARGUMENTS_OF_THE_WIRE, with_current_names
 from lowp.wire.auto import PLAN
 from lowp.wire.ddp import Handle, compress_gradients
 from lowp.wire.settings import Settings
@@ -18,6 +19,7 @@ class CompressionRequest:
     """The arguments of `compress_gradients` without the model. Mistakes are found here, before a trainer has started ranks."""
 
     def __init__(self, format: Any, options: dict[str, Any]) -> None:
+        options = with_current_names(options, ARGUMENTS_OF_THE_WIRE, "argument")
         inspect.signature(compress_gradients).bind(None, format, **options)  # a TypeError names an argument that is unknown
         if format != PLAN:
             known = inspect.signature(Settings.of).parameters

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowp.lab.execution import Job, Outcome, execute
+from lowp.machine import usable_cores
 
 _GPU_SHARES = 1000  # Ray counts ten-thousandths; this is small enough for any number of runs on a GPU
 
@@ -25,9 +26,24 @@ def import_ray() -> Any:
     return ray
 
 
+def start_ray(ray: Any, cpus: int | None = None) -> bool:
+    """Connect to the cluster that RAY_ADDRESS names, or to the one that this machine is part of, or start one here. Whether
+    this process has now connected; it was before, where somebody else has called `ray.init`.
+
+    Args:
+        cpus: that a cluster which is started here counts, where it is more than this machine has: processes then share them.
+    """
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS")
+    known = {} if address or cpus is None or cpus <= usable_cores() else {"num_cpus": cpus}
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=None if address else False, **known)
+    return True
+
+
 class RayExecutor:
     def __init__(self, shared: Path, threads: int, jobs: int | None = None, gpu_share: float = 0.0) -> None:
-        """Connect to the cluster that RAY_ADDRESS names, or to the one that this machine is part of, or start one here.
+        """Connect to a cluster, or start one here (`start_ray`).
 
         Args:
             shared: the study's directory, which every node must see.
@@ -37,14 +53,11 @@ class RayExecutor:
         """
         self._ray = ray = import_ray()
         self._threads, self._jobs, self._gpu_share = threads, jobs, round(gpu_share * _GPU_SHARES) / _GPU_SHARES
-        self._own = not ray.is_initialized()
-        if self._own:
-            address = os.environ.get("RAY_ADDRESS")
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=None if address else False)
+        self._own = start_ray(ray)
         self._refs: dict[Any, tuple[Job, float]] = {}
         self._stopping = False
         self._remote = ray.remote(_execute)
-        _check_shared(ray, shared.resolve())
+        check_shared(ray, shared.resolve())
 
     @property
     def nodes(self) -> int:
@@ -106,7 +119,7 @@ def _execute(text: str) -> dict[str, Any]:
         os.close(null)
 
 
-def _check_shared(ray: Any, directory: Path) -> None:
+def check_shared(ray: Any, directory: Path) -> None:
     """Does every node see the study's directory? A file with a name that cannot be there by chance tells."""
     token = directory / f".probe-{uuid.uuid4().hex}"
     token.write_text("")

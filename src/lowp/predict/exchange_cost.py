@@ -109,7 +109,7 @@ class _Parts:
     ) -> None:
         self.kin, self._share, self._longest = tuple(kin), share, longest
         reduction = topology.reduction if isinstance(topology, CountedReduction) else None
-        sums = wire.settings.accumulate if reduction is None else wire.settings.sums(reduction)
+        sums = wire.settings.sum_format if reduction is None else wire.settings.sums(reduction)
         self._rules = Rules(ranks, Domain.WIRE, sums, wire.settings.kahan, addends=topology.addends(ranks))
         self._between = reduction.between(self._rules) if isinstance(reduction, Hierarchical) else self._rules
 

@@ -14,8 +14,8 @@ from lowp.predict.cluster_file import cluster_of
 from lowp.predict.prediction import PredictedStep, predict
 from lowp.predict.topologies import topology_of
 from lowp.predict.topologies.base import routes
+from lowp.wire.reductions.by_size import BySize
 from lowp.wire.reductions.hierarchical import Hierarchical
-from lowp.wire.reductions.hybrid import Hybrid
 from lowp.wire.reductions.ring import Ring
 
 IMAGENET = 1281167  # training images
@@ -107,7 +107,7 @@ def four_gpu_figures() -> list[PublishedFigure]:
 
 _RANKS, _GROUP = 1024, 16
 _ALEXNET_BATCH, _RESNET_BATCH = 64, 64
-_THRESHOLD = 1 << 22  # elements of a bucket from which on the hybrid takes the ring: assumed
+_THRESHOLD = 1 << 22  # elements of a bucket from which on it takes the ring: assumed
 
 
 def hierarchical_steps(ranks: int, group: int) -> int:
@@ -125,13 +125,13 @@ def step_figures() -> list[PublishedFigure]:
 
 @lru_cache(maxsize=8)
 def jia_steps(model: str) -> tuple[PredictedStep, PredictedStep]:
-    """A step on 1,024 P40: tensor by tensor around a flat ring; fused, with the hybrid of hierarchical and ring."""
+    """A step on 1,024 P40: tensor by tensor around a flat ring; fused, with hierarchical or ring, by size."""
     workload, cluster = workload_of(model), cluster_of("p40-100gbe")
     batch = _ALEXNET_BATCH if model == "alexnet_bn" else _RESNET_BATCH
     single = [[layer.name] for layer in reversed(workload.layers)]
-    hybrid = Hybrid(Hierarchical(cluster.levels[0].ranks or 1, "leaders"), Ring(), _THRESHOLD)
+    by_size = BySize(Hierarchical(cluster.levels[0].ranks or 1, "leaders"), Ring(), _THRESHOLD)
     flat = predict(workload, cluster, "fp16@all_reduce(ring)", _RANKS, batch=batch, buckets=single)
-    fused = predict(workload, cluster, {"format": "fp16", "reduction": hybrid}, _RANKS, batch=batch)
+    fused = predict(workload, cluster, {"format": "fp16", "reduction": by_size}, _RANKS, batch=batch)
     return flat.steps[0], fused.steps[0]
 
 

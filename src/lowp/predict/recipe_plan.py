@@ -99,7 +99,7 @@ def calibrate_recipe(recipe: Recipe, world: World, *, data: Path | None = None, 
         trainer.close()
     # Micro-batches before the last one are computed before anything travels.
     times = found.device.times[subject.name]
-    earlier = (recipe.accumulate - 1) * (times.forward + times.backward)
+    earlier = (recipe.micro_batches - 1) * (times.forward + times.backward)
     return found.with_times(subject.name, replace(times, forward=times.forward + earlier))
 
 

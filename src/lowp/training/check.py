@@ -70,7 +70,7 @@ def _check_ranks(recipe: Recipe) -> None:
             "one of them must be 1"
         )
     with about("batch"):
-        shares(torch.empty(recipe.batch, device="meta"), 0, recipe.batch, recipe.shares, recipe.accumulate)
+        shares(torch.empty(recipe.batch, device="meta"), 0, recipe.batch, recipe.shares, recipe.micro_batches)
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("device: there is no CUDA device here; 'auto' takes one where there is one")
 
@@ -233,7 +233,7 @@ def _check_wire(recipe: Recipe) -> None:
         ("wire", "scale"): {"scale": wire.scale or None},
         ("wire", "reduction"): {"reduction": wire.reduction},
         ("wire", "rounding"): {"rounding": wire.rounding},
-        ("wire", "accumulate"): {"accumulate": wire.accumulate or None},
+        ("wire", "sum_format"): {"sum_format": wire.sum_format or None},
         **{("wire", "layers", pattern): {"format": fmt} for pattern, fmt in wire.layers.items()},
         **{
             ("precision", "schedule", place, "wire"): {"format": phase.wire}

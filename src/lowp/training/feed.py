@@ -37,14 +37,14 @@ class Feed:
         passes = range(epoch * self._passes, (epoch + 1) * self._passes)
         order = torch.cat([epoch_order(len(self._split), recipe.seed, number) for number in passes])
         for step in range(begin, self._steps_per_epoch):
-            table = shares(order, step, recipe.batch, recipe.shares, recipe.accumulate)
+            table = shares(order, step, recipe.batch, recipe.shares, recipe.micro_batches)
             for rank in self._ranks:
-                for micro in range(recipe.accumulate):
+                for micro in range(recipe.micro_batches):
                     yield Request(table[rank, micro], (recipe.seed, epoch, step, rank, micro))
 
     def micro_batches(self, step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
         """A rank's samples of a step. Asked for in order they were fetched ahead; a second time, they are fetched again."""
-        count = self._recipe.accumulate
+        count = self._recipe.micro_batches
         if rank == self._ranks.start and (self._batches is None or self._next != (step, rank)):
             self._batches = self._split.stream(self._requests(step))
             self._next = step, rank

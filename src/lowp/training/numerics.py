@@ -77,22 +77,15 @@ def _rule(roles: LayerRoles, arithmetic: Arithmetic | None) -> dict[str, Any]:
 
 
 def wire_settings(recipe: Recipe, steps_per_epoch: int) -> Settings:
-    """How gradients travel, with the recipe's phases as steps.
-
-    Uncompressed, gradients of 16-bit weights travel in their own 16 bits, as with DistributedDataParallel: float32 would be
-    twice the bytes for the same numbers. (Sums are float32, and rounded once.)
-    """
+    """How gradients travel, with the recipe's phases as steps."""
     wire = recipe.wire
-    own = recipe.precision.weights if recipe.precision.weights in ("fp16", "bf16") else "fp32"
-    uncompressed = wire.format == "fp32" and own != "fp32"
-    first = own if uncompressed else wire.format
     phases = {phase.epoch * steps_per_epoch: phase.wire for phase in recipe.precision.schedule if phase.wire is not None}
     return Settings.of(
-        {0: first, **phases} if phases else first,
-        scale=wire.scale or ("none" if uncompressed and not phases and not wire.layers else None),
+        {0: wire.format, **phases} if phases else wire.format,
+        scale=wire.scale or None,
         rounding=wire.rounding,
         reduction=wire.reduction,
-        accumulate=wire.accumulate or None,
+        sum_format=wire.sum_format or None,
         kahan=wire.kahan,
         skip=wire.skip,
         layers=wire.layers,

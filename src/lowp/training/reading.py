@@ -20,6 +20,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
+from lowp import former_names
 from lowp.training.keys import (
     Path,
     can_be_absent,
@@ -33,7 +34,7 @@ from lowp.training.keys import (
 )
 from lowp.training.mistakes import RecipeError, explain, nearest
 from lowp.training.plugins import is_plugin, load_plugin
-from lowp.training.recipe import LONGEST_NAME, PLAN, Recipe, Section
+from lowp.training.recipe import LONGEST_NAME, PLAN, Recipe, Section, with_current_keys
 from lowp.training.regular_file import read_regular
 from lowp.training.toml import DEEPEST, plain
 
@@ -88,6 +89,7 @@ def _document(text: str) -> tuple[Any, str]:
             return _from_function(text), text
     from lowp.training.recipes import RECIPES
 
+    text = former_names.current(text, former_names.RECIPES, "recipe")
     if text not in RECIPES:
         if File(text).exists() or "/" in text:
             raise RecipeError(f"unknown recipe {text!r}; the name of a recipe's file ends in .toml")
@@ -129,7 +131,7 @@ def _from_file(file: File) -> Any:
         raise RecipeError(f"{file}: tables and lists are nested more than {DEEPEST} deep") from None
     except ValueError as error:  # from `plain`; and Python reads no number of thousands of digits
         raise RecipeError(f"{file}: {error}") from None
-    document = _absences({"name": _name_of(file)} | document, Recipe)
+    document = _absences(with_current_keys({"name": _name_of(file)} | document, Recipe), Recipe)
     return _on_base(document, file) if "base" in document else document
 
 
@@ -158,7 +160,7 @@ def _from_function(text: str) -> Any:
         raise explain(error, text) from None
     if not isinstance(made, (Recipe, dict)):
         raise RecipeError(f"{text}: returned {type(made).__name__}, not a Recipe or a dictionary")
-    return plain(made)
+    return with_current_keys(plain(made), Recipe)
 
 
 def _validated(document: Any, source: str) -> Recipe:
@@ -177,7 +179,7 @@ def _changed(document: Any, changes: list[tuple[Path, Any]]) -> Any:
     for path, value in sorted(changes, key=lambda change: change[0][-1] != "name"):
         for key in reversed(path):
             value = {key: value}
-        document = _merged(document, value, Recipe)
+        document = _merged(document, with_current_keys(value, Recipe), Recipe)
     return document
 
 

@@ -8,9 +8,12 @@ together in check.py, both before any process starts.
 any other is simulated: a float32 model whose numbers are rounded to the format wherever the role says.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from lowp import former_names
 
 STORED = ("fp32", "fp16", "bf16")  # formats that torch computes in
 LONGEST_NAME = 100  # characters: it becomes the name of a directory
@@ -29,8 +32,29 @@ Epoch = Annotated[float, Field(ge=0, le=_MOST_EPOCHS)]
 Factor = Annotated[float, Field(ge=0, le=_LARGEST)]
 
 
-class Section(BaseModel):
+class _TakesFormerNames(type(BaseModel)):
+    """`Recipe(accumulate=4)` is understood as documents are. (pydantic's validators would make JSON's lists Python's.)"""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        return super().__call__(*args, **with_current_keys(given, cls))
+
+
+class Section(BaseModel, metaclass=_TakesFormerNames):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    former_keys: ClassVar[Mapping[str, str]] = {}  # keys that have another name now
+
+
+def with_current_keys(given: Any, section: Any, where: str = "") -> Any:
+    """A document whose keys have their names of today (lowp/former_names.py), before others are merged with it."""
+    if not isinstance(given, dict):
+        return given
+    found = former_names.with_current_names(given, section.former_keys, "key", where)
+    kinds = {name: field.annotation for name, field in section.model_fields.items() if name in found}
+    inner = {name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+    return {
+        key: with_current_keys(value, kinds[key], f" of [{key}]") if key in inner else value for key, value in found.items()
+    }
 
 
 class ModelSettings(Section):
@@ -180,20 +204,27 @@ class Precision(Section):
 class Wire(Section):
     """How gradients travel between ranks, real or virtual."""
 
+    former_keys = former_names.ARGUMENTS_OF_THE_WIRE
+
     format: str = Field("fp32", description="any format of up to 16 bits, topk:FRACTION, adaptive:BITS, plan; fp32: as stored")
     scale: str = Field(
         "", description='none, aps, aps_delayed, local, block:N; "": block:32 for formats of fewer than 8 bits, else local'
     )
-    reduction: str = Field("two_shot", description="two_shot, one_shot, ring, tree, sequential, hierarchical(k), hybrid")
+    reduction: str = Field("two_shot", description="two_shot, one_shot, ring, tree, sequential, hierarchical(k), by_size")
     rounding: str = Field("nearest", description="any of lowp's")
     skip: tuple[str, ...] = Field((), description='what stays in fp32: "1d", "last", name patterns')
     layers: dict[str, str] = Field({}, description='formats of some parameters: "last" = "fp16"')
-    accumulate: str = Field("", description='the format of sums; "": the reduction\'s own')
+    sum_format: str = Field("", description='the format of sums of gradients; "": the reduction\'s own')
     kahan: bool = Field(False, description="compensate the rounding of sums")
     error_feedback: bool = Field(False, description="add what rounding lost to the next gradient")
     bucket_mb: float = Field(25.0, ge=0.001, le=_LARGEST, description="megabytes of gradients that travel together")
     max_error: float = Field(0.1, ge=0, le=_LARGEST, description="for plan: the largest relative error of a step's gradients")
     cluster: str = Field("", description='for plan: a cluster of lowp predict, or a TOML file; "": measured at the start')
+
+    @field_validator("reduction")
+    @classmethod
+    def _current_reduction(cls, name: str) -> str:
+        return former_names.current(name, former_names.REDUCTIONS, "reduction")
 
 
 class Parallel(Section):
@@ -224,6 +255,8 @@ class Log(Section):
 class Recipe(Section):
     """Everything that decides what a run computes."""
 
+    former_keys = former_names.KEYS_OF_A_RECIPE
+
     name: str = Field(
         "custom", min_length=1, max_length=LONGEST_NAME, pattern=r"^[\w.-]+$", description="names the run's directory"
     )
@@ -231,8 +264,11 @@ class Recipe(Section):
     seed: int = Field(0, ge=0, lt=1 << 63, description="of everything that is drawn")
     epochs: int = Field(5, ge=1, le=_MOST_EPOCHS, description="passes over the training data")
     batch: int = Field(256, ge=1, le=_LARGEST_BATCH, description="samples a step, over all ranks")
-    accumulate: int = Field(
-        1, ge=1, le=_LARGEST_BATCH, description="micro-batches that each rank's share of a step is divided into"
+    micro_batches: int = Field(
+        1,
+        ge=1,
+        le=_LARGEST_BATCH,
+        description="parts that each rank's share of a step is divided into: their gradients are added",
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the cross-entropy")
     test_every: int = Field(1, ge=0, le=_MOST_EPOCHS, description="epochs between tests (0: only at the end)")

@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lowp.former_names import recipe_of_today
 from lowp.machine import HAS_LOCKS, try_lock
 from lowp.names import did_you_mean
 from lowp.notebook import html_table
@@ -258,7 +259,7 @@ def _taken_apart(text: str) -> tuple[dict[str, Any], str]:
 
 @lru_cache(maxsize=4096)
 def _toml(text: str) -> dict[str, Any]:
-    return tomllib.loads(text)
+    return recipe_of_today(tomllib.loads(text))
 
 
 def _object(path: Path, damage: list[str]) -> dict[str, Any]:

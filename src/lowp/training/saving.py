@@ -9,6 +9,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
+from lowp import former_names
 from lowp.training import checkpoint
 from lowp.training.recipe import Recipe
 from lowp.training.stored_state import pack, unpack
@@ -20,11 +23,17 @@ BY_EPOCHS = ("poly", "cosine")  # learning rates that depend on how many epochs 
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Names what a checkpoint belongs to: everything that decides the numbers, and into how many shares a step is divided."""
+    """Names what a checkpoint belongs to: everything that decides the numbers, and into how many shares a step is divided.
+
+    It is made of the keys' first names (lowp/former_names.py), so that checkpoints from before a name changed still belong.
+    """
     free = FREE if recipe.learning_rate.kind in BY_EPOCHS else FREE | {"epochs"}
     if recipe.parallel.kind != "data":
         free = free - {"ranks", "virtual_ranks"}  # each rank has a part of the model
-    text = f"{recipe.shares} {recipe.model_dump_json(exclude=free)}"
+    document = former_names.with_former_names(recipe.model_dump(mode="json", exclude=free), former_names.KEYS_OF_A_RECIPE)
+    wire = former_names.with_former_names(document["wire"], former_names.ARGUMENTS_OF_THE_WIRE)
+    wire["reduction"] = former_names.former(wire["reduction"], former_names.REDUCTIONS)
+    text = f"{recipe.shares} {to_json(document | {'wire': wire}).decode()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

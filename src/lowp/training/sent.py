@@ -27,7 +27,7 @@ class SentGradients:
     def __call__(self, name: str, gradient: Tensor) -> None:
         if not self._watch.sampling or not gradient.numel():
             return
-        codec = self._parameters.codec(name, self._step())
+        codec = self._parameters.codec(name, self._step(), gradient.dtype)
         numbers = gradient.detach().to(torch.float32).reshape(-1)
         limit = codec.format.max if codec.scale.kind == "none" and not codec.adaptive else None
         self._watch.observe("sent", name, numbers, as_sent(numbers, codec, self._ranks), str(codec), limit)

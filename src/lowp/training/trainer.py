@@ -139,7 +139,7 @@ class Trainer:
         """Is a step the same launches every time? Not where the host decides something in it, or looks at it."""
         recipe, alone = self.recipe, isinstance(self.exchange, NoExchange) and self.placement is None
         steady = self.loss_scale is None and self.numerics.simulation is None and self._filter is None
-        ours = recipe.model.name in MODELS and not recipe.model.compile and recipe.accumulate == 1 and not recipe.log.health
+        ours = recipe.model.name in MODELS and not recipe.model.compile and recipe.micro_batches == 1 and not recipe.log.health
         return self.world.device.type == "cuda" and alone and steady and ours
 
     def _recorded(self, inputs: Tensor, targets: Tensor) -> None:
@@ -188,7 +188,7 @@ class Trainer:
             if self._filter is not None:
                 keep = self._filter(self.model, inputs, targets)
                 inputs, targets = chosen(keep, inputs, targets, recipe.data.filter)
-            if micro == recipe.accumulate - 1:
+            if micro == recipe.micro_batches - 1:
                 last()
             if self._graph is not None:
                 if not self._graph.run(self._laid_out(inputs), targets):
@@ -197,7 +197,7 @@ class Trainer:
                     self._recorded(self._laid_out(inputs), targets)
             elif targets.numel():
                 loss = self._backward(self._laid_out(inputs), targets, rank)
-                self._metrics.add_loss(rank, loss, 1 / recipe.accumulate)
+                self._metrics.add_loss(rank, loss, 1 / recipe.micro_batches)
             self._metrics.add_samples(rank, targets.numel())
         self.clock.enter(EXCHANGE)
 
@@ -221,7 +221,7 @@ class Trainer:
         return loss
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        share = loss / self.recipe.accumulate if self.recipe.accumulate > 1 else loss
+        share = loss / self.recipe.micro_batches if self.recipe.micro_batches > 1 else loss
         return share if self.loss_scale is None else self.loss_scale.scale(share)
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lowp.formats import AnyFormat, BlockFormat, Format, FormatLike, Rounding, reference
 from lowp.formats import format as parse_format
-from lowp.formats.floats import FP32
+from lowp.formats.floats import BF16, FP16, FP32
 from lowp.tensor.block import BlockCodes
 from lowp.tensor.lists.parts import LANES
 from lowp.tensor.noise import Noise
@@ -380,10 +380,24 @@ def codec_of(text: "FormatLike | Codec", rounding: str = "nearest", scale: "str 
     return Codec(fmt, rounding, scaling.default_scale(fmt, keep) if scale is None else scale_of(scale), keep, room=room)
 
 
+_STORED = {torch.bfloat16: Codec(BF16, scale=scale_of("none")), torch.float16: Codec(FP16, scale=scale_of("local"))}
+
+
+def codec_for(codec: Codec, dtype: torch.dtype) -> Codec:
+    """What a codec is for numbers of a dtype.
+
+    `fp32` means uncompressed. Numbers of 16 bits then travel in their own 16 bits, as DistributedDataParallel and FSDP2 send
+    them. In float32 they would be the same numbers in twice the bytes.
+
+    The sum of many ranks may exceed float16's range where their mean does not. So messages of float16 have a scale.
+    """
+    return _STORED.get(dtype, codec) if codec.format == FP32 and codec.keep == 1 else codec
+
+
 @lru_cache(maxsize=1024)
-def partial_codec(codec: Codec, accumulate: AnyFormat, world: int) -> Codec:
+def partial_codec(codec: Codec, sum_format: AnyFormat, world: int) -> Codec:
     """For sums on the way: the codec in the format of sums, with as much room as the sum of all."""
-    return replace(total_codec(codec, world), format=accumulate)
+    return replace(total_codec(codec, world), format=sum_format)
 
 
 @lru_cache(maxsize=1024)

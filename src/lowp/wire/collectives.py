@@ -11,6 +11,7 @@ from torch import Tensor
 from lowp.tensor.kernels import SMALL
 from lowp.wire.auto import choose
 from lowp.wire.chunk_scheduler import ChunkScheduler
+from lowp.wire.codec import codec_for
 from lowp.wire.communicator import Communicator, agree
 from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
@@ -44,7 +45,7 @@ def all_reduce(
         tensor: float32, float16, bfloat16, or float64 (which is rounded to float32 first).
         format: "e5m2", "e4m3fn", "int4", "topk:0.01", "adaptive:4" ...
         op: "sum" or "mean".
-        settings: scale, rounding, reduction, accumulate, kahan, nonfinite, seed ... as for `lowp.compress_gradients`.
+        settings: scale, rounding, reduction, sum_format, kahan, nonfinite, seed ... as for `lowp.compress_gradients`.
         step: for schedules, and for stochastic rounding: another number, other noise.
 
     Returns what was sent and how long it took. (On CUDA, seconds and fractions are known of one call in 16, else they are 0:
@@ -102,7 +103,8 @@ def _agree_once(communicator: Communicator, said: str) -> None:
 def _reduce(
     tensor: Tensor, settings: Settings, reduction: Reduction, op: str, communicator: Communicator, step: int
 ) -> WireReport:
-    layer = Layer("tensor", tensor.numel(), settings.codec(["tensor"], 1, (), step), 0)
+    codec = codec_for(settings.codec(["tensor"], 1, (), step), tensor.dtype)
+    layer = Layer("tensor", tensor.numel(), codec, 0)
     if tensor.numel() >= SMALL:
         warm_up({layer.codec}, tensor.device)
     flat = tensor.detach().contiguous().view(-1)

@@ -150,7 +150,7 @@ class Compressor:
         name = f"{self._reduction} of bucket {len(self._buckets)} in step {step}"
         if flat.is_cuda and torch.cuda.is_current_stream_capturing():
             meter.samples = False  # a graph's events have no times
-        bucket = self._parameters.bucket(names, step)
+        bucket = self._parameters.bucket(names, step, flat.dtype)
         if self.settings.scheduled:  # a function of the step may say a format that was not known
             self._warm_up({layer.codec for layer in bucket.layers}, self.world)
         reduction, link = self._reduction, self._communicator.link

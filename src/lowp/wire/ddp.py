@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lowp import compat
+from lowp.former_names import ARGUMENTS_OF_THE_WIRE, renamed_arguments
 from lowp.wire.auto import PLAN, compress_by_plan
 from lowp.wire.collectives import check_gradient
 from lowp.wire.compressor import Compressor
@@ -189,6 +190,7 @@ _Switch = _HookSwitch = HookSwitch  # its names in models that were saved before
 _switches: "weakref.WeakKeyDictionary[DistributedDataParallel, HookSwitch]" = weakref.WeakKeyDictionary()
 
 
+@renamed_arguments(ARGUMENTS_OF_THE_WIRE)
 def compress_gradients(
     ddp: DistributedDataParallel,
     format: Any,
@@ -198,7 +200,7 @@ def compress_gradients(
     rounding: str = "nearest",
     skip: Any = (),
     layers: Any = None,
-    accumulate: Any = None,
+    sum_format: Any = None,
     kahan: bool = False,
     error_feedback: bool = False,
     nonfinite: str = "propagate",
@@ -216,19 +218,21 @@ def compress_gradients(
             names both if they do not.
         format: "e5m2", "e4m3fn", "int8", "e2m1fn" (4 bits), "mxfp4", "topk:0.01", "adaptive:4", any of up to 16 bits; or a
             schedule: {0: "fp16", 500: "e5m2"} (from which step on), or a function of the step. "plan": the first steps travel
-            in float32 and are timed; then format, scale and reduction are chosen as `lowp plan` does.
+            in float32 and are timed; then format, scale and reduction are chosen as `lowp plan` does. "fp32": uncompressed;
+            gradients of 16 bits travel in their own 16 bits.
         scale: "none", "aps" (Auto Precision Scaling: per layer, agreed between ranks), "aps_delayed" (last step's), "local"
             (each message's own), or "block:<n>" (each n numbers' own). Default, for each format by itself: "block:32" if it has
             fewer than 8 bits, else "local"; "local" also for block formats and top-k.
         reduction: "two_shot" (adds in float32, two roundings), "one_shot" (one rounding; for two ranks, or small tensors),
             "ring", "tree", "sequential" (partial sums in the format), "hierarchical(k)", "hierarchical(k, gather)" (for top-k
-            on few nodes) and "hierarchical(k, leaders)" for nodes of k ranks, "hybrid" (by size), or "auto": the one
-            that is predicted to be the fastest from a measurement at start; no compression, if none is faster than float32.
+            on few nodes) and "hierarchical(k, leaders)" for nodes of k ranks, "by_size" ("tree" for small buckets,
+            "two_shot" for large ones), or "auto": the one that is predicted to be the fastest from a measurement at start; no
+            compression, if none is faster than float32.
         rounding: any of lowp's; "stochastic" takes `seed`.
-        skip: what stays in float32: "1d" (biases and norms), "last" (the last layer that has a matrix), or name patterns such
+        skip: what stays uncompressed: "1d" (biases and norms), "last" (the last layer that has a matrix), or name patterns such
             as "*.embedding.*". A tied parameter is found by any of its names.
         layers: formats of their own, by name pattern: {"last": "fp16", "*.attention.*": "e4m3fn"}. The first match counts.
-        accumulate: the format of sums. Default: float32 in two_shot and inside nodes, else the wire's own format.
+        sum_format: the format of sums. Default: float32 in two_shot and inside nodes, else the wire's own format.
         kahan: compensate the rounding of sums.
         error_feedback: add what rounding lost to the next gradient.
         nonfinite: where a gradient is infinite or NaN on one rank, everything of that layer that travels in one message with it
@@ -248,7 +252,7 @@ def compress_gradients(
         "rounding": rounding,
         "skip": skip,
         "layers": layers,
-        "accumulate": accumulate,
+        "sum_format": sum_format,
         "kahan": kahan,
         "error_feedback": error_feedback,
         "nonfinite": nonfinite,

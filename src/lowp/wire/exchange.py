@@ -164,7 +164,7 @@ def rules_for(
     return Rules(
         world=world,
         domain=Domain.WIRE,
-        accumulate=settings.sums(reduction),
+        sum_format=settings.sums(reduction),
         kahan=settings.kahan,
         seed=settings.seed,
         step=step,

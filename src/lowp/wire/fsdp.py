@@ -28,7 +28,7 @@ from lowp import compat
 from lowp.formats.floats import FP32
 from lowp.tensor.noise import Domain
 from lowp.wire.chunk_scheduler import ChunkScheduler, Task
-from lowp.wire.codec import Codec, codec_of
+from lowp.wire.codec import Codec, codec_for, codec_of
 from lowp.wire.collectives import communicator_for
 from lowp.wire.communicator import Communicator
 from lowp.wire.exchange import exact_and_rest
@@ -111,7 +111,8 @@ class FsdpHandle:
             yield from steps(piece, replace(rules, workspace=workspace))
             workspaces.give_back(workspace)
 
-        for piece in _pieces(codec, shard.numel(), communicator.world, cuts_for(None, shard.device)[1]):
+        pieces = _pieces(codec_for(codec, shard.dtype), shard.numel(), communicator.world, cuts_for(None, shard.device)[1])
+        for piece in pieces:
             scheduler.add(Task(link.take_number(), reduced(piece), self._meter))
         communicator.run(scheduler, what)
         self.count(link.bytes_sent - sent, plain_bytes)
@@ -130,7 +131,7 @@ class FsdpHandle:
     def rules(self, world: int) -> Rules:
         self._collectives += 1
         return Rules(
-            world=world, domain=Domain.FSDP, accumulate=FP32, seed=self._seed, step=self._collectives, meter=self._meter
+            world=world, domain=Domain.FSDP, sum_format=FP32, seed=self._seed, step=self._collectives, meter=self._meter
         )
 
     def reduces(self, elements: int) -> None:

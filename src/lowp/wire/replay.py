@@ -189,7 +189,7 @@ class Replays:
         settings = self.settings
         return (
             isinstance(self.reduction, (TwoShot, OneShot))
-            and not (settings.error_feedback or settings.measure or settings.kahan or settings.accumulate)
+            and not (settings.error_feedback or settings.measure or settings.kahan or settings.sum_format)
             and not any(layer.codec.stochastic or layer.codec.keep < 1 for layer in bucket.layers)
             and "aps_delayed" not in bucket.scale_kinds
             and flat.dtype != torch.float64

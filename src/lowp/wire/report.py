@@ -71,9 +71,9 @@ class WireReport:
             setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
     def __str__(self) -> str:
-        megabytes = self.bytes_sent / 1e6
+        sent = f"{self.bytes_sent / 1e6:.3g} MB sent, {self.ratio:.2f} x fewer than fp32" if self.bytes_sent else "nothing sent"
         text = (
-            f"{self.steps} steps ({self.skipped} skipped): {megabytes:.3g} MB sent, {self.ratio:.2f} x fewer than fp32; "
+            f"{self.steps} step{'' if self.steps == 1 else 's'} ({self.skipped} skipped): {sent}; "
             f"encode {self.encode_seconds:.3g} s, transfer {self.transfer_seconds:.3g} s, decode {self.decode_seconds:.3g} s; "
             f"{self.saturated:.2%} saturated, {self.underflowed:.2%} underflowed"
         )

@@ -69,14 +69,14 @@ class Load:
 
 @dataclass
 class Rules:
-    """`accumulate` is the format of sums; None stands for float32 in `two_shot` and for the wire's own format elsewhere.
+    """`sum_format` is the format of sums; None stands for float32 in `two_shot` and for the wire's own format elsewhere.
 
     `rank` is the one that does the work, and keeps what it loses; None stands for the owner of each element.
     """
 
     world: int
     domain: Domain  # of the noise
-    accumulate: AnyFormat | None = None
+    sum_format: AnyFormat | None = None
     kahan: bool = False
     seed: int = 0
     step: int = 0
@@ -104,11 +104,11 @@ class Rules:
             case Stage.TOTAL:
                 return total_codec(part.codec, self.choices)
             case Stage.INSIDE:
-                return replace(part.codec, format=self.accumulate or FP32, keep=1.0)
+                return replace(part.codec, format=self.sum_format or FP32, keep=1.0)
             case Stage.HANDED_OUT:
-                return total_codec(replace(part.codec, format=self.accumulate or FP32, room=None), self.choices)
+                return total_codec(replace(part.codec, format=self.sum_format or FP32, room=None), self.choices)
             case Stage.PARTIAL:
-                return partial_codec(part.codec, self.accumulate or part.codec.format, self.choices)
+                return partial_codec(part.codec, self.sum_format or part.codec.format, self.choices)
             case _:  # in memory, where top-k drops nothing
                 return self.codec(part, Stage.PARTIAL).of_kept
 
@@ -120,7 +120,7 @@ class Rules:
         return shard.messages[kind]
 
     def _kind(self, stage: Stage) -> tuple:
-        return (stage, self.accumulate, self.choices)
+        return (stage, self.sum_format, self.choices)
 
     def length(self, shard: Shard, stage: Stage) -> int:
         """Bytes of a shard's message; twice as many where Kahan's compensation travels along."""

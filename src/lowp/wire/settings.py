@@ -3,18 +3,20 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Size
 
 from lowp.formats import AnyFormat, FormatLike, usual_name
 from lowp.formats import format as parse_format
 from lowp.formats.floats import FP32
+from lowp.former_names import ARGUMENTS_OF_THE_WIRE, renamed_arguments
 from lowp.names import SMALL, covers, unmatched
 from lowp.wire.adaptive import layer_budgets
-from lowp.wire.codec import Codec, check_format, codec_of
+from lowp.wire.codec import Codec, check_format, codec_for, codec_of
 from lowp.wire.naming import end_layers
 from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions import reduction_of
-from lowp.wire.reductions.base import Reduction, default_accumulate
+from lowp.wire.reductions.base import Reduction, default_sum_format
 from lowp.wire.scaling import Scale, scale_of
 
 NONFINITE = ("propagate", "skip", "raise")
@@ -32,7 +34,7 @@ class Settings:
     scale: Scale | None = None  # the format's own: `default_scale`
     rounding: str = "nearest"
     reduction: str | Reduction = "two_shot"
-    accumulate: AnyFormat | None = None
+    sum_format: AnyFormat | None = None
     kahan: bool = False
     skip: tuple[str, ...] = ()
     layers: Mapping[str, Scheduled] = field(default_factory=dict)
@@ -43,6 +45,7 @@ class Settings:
     chunk: int | None = None
 
     @classmethod
+    @renamed_arguments(ARGUMENTS_OF_THE_WIRE)
     def of(
         cls,
         format: Scheduled,
@@ -50,7 +53,7 @@ class Settings:
         scale: "str | Scale | None" = None,
         rounding: str = "nearest",
         reduction: "str | Reduction" = "two_shot",
-        accumulate: "FormatLike | None" = None,
+        sum_format: "FormatLike | None" = None,
         kahan: bool = False,
         skip: "str | Iterable[str]" = (),
         layers: "Mapping[str, Scheduled] | None" = None,
@@ -78,7 +81,7 @@ class Settings:
             scale=None if scale is None else scale_of(scale),
             rounding=rounding,
             reduction=reduction,
-            accumulate=None if accumulate is None else check_format(parse_format(accumulate)),
+            sum_format=None if sum_format is None else check_format(parse_format(sum_format)),
             kahan=kahan,
             skip=skip,
             layers={pattern: _usual(choice) for pattern, choice in (layers or {}).items()},
@@ -145,12 +148,12 @@ class Settings:
         return any(isinstance(c, Mapping) or (callable(c) and not isinstance(c, Codec)) for c in self._choices)
 
     def sums(self, reduction: Reduction) -> AnyFormat | None:
-        return default_accumulate(reduction, self.accumulate)
+        return default_sum_format(reduction, self.sum_format)
 
     def describe(self) -> str:
         """One line for people and for comparing ranks. Words are compared (communicator.py): no spaces within one."""
         return (
-            f"{self.describe_codec()} reduction={str(self.reduction).replace(' ', '')} accumulate={self.accumulate} "
+            f"{self.describe_codec()} reduction={str(self.reduction).replace(' ', '')} sum_format={self.sum_format} "
             f"kahan={self.kahan} nonfinite={self.nonfinite} seed={self.seed} measure={self.measure} chunk={self.chunk}"
         )
 
@@ -210,27 +213,30 @@ class Parameters:
             if not has_matrix and not any(covers(word, name) for name in everything):
                 raise ValueError(f"{word!r} is the {word} layer that has a matrix, and no parameter here has two dimensions")
         self.numbers = {name: number for number, name in enumerate(shapes)}
-        self._kept: dict[tuple[str, ...], Bucket] = {}
+        self._kept: dict[tuple[tuple[str, ...], torch.dtype], Bucket] = {}
         self._budgets_at: tuple[int, dict[str, float]] = -1, {}  # the step that they are for
 
-    def codec(self, name: str, step: int) -> Codec:
+    def codec(self, name: str, step: int, dtype: torch.dtype = torch.float32) -> Codec:
+        """`dtype`: of the gradient that travels."""
         ends = [word for word, parameters in self._ends.items() if name in parameters]
-        return self._settings.codec(self._names[name], len(self._shapes[name]), ends, step)
+        return codec_for(self._settings.codec(self._names[name], len(self._shapes[name]), ends, step), dtype)
 
     @property
     def known_codecs(self) -> set[frozenset[Codec]]:
         """All codecs that parameters have at the same step, for every step, as far as schedules tell."""
         return {frozenset(self.codec(name, step) for name in self._shapes) for step in self._settings.switches}
 
-    def bucket(self, names: Iterable[str], step: int) -> Bucket:
+    def bucket(self, names: Iterable[str], step: int, dtype: torch.dtype = torch.float32) -> Bucket:
         """The layers of these parameters. Worked out once, unless there is a schedule: it is asked for in every step."""
-        key = tuple(names)
+        names = tuple(names)
+        key = names, dtype
         if key in self._kept:
             return self._kept[key]
         budgets = self._budgets(step)
-        found = Bucket.of(
-            tuple(Layer(n, self._shapes[n].numel(), self.codec(n, step), self.numbers[n], budgets.get(n, 0.0)) for n in key)
+        layers = (
+            Layer(n, self._shapes[n].numel(), self.codec(n, step, dtype), self.numbers[n], budgets.get(n, 0.0)) for n in names
         )
+        found = Bucket.of(tuple(layers))
         if not self._settings.scheduled:
             self._kept[key] = found
         return found

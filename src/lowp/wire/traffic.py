@@ -106,14 +106,14 @@ def bytes_of_bucket(
     reduction: Reduction,
     rank: int,
     world: int,
-    accumulate: AnyFormat | None,
+    sum_format: AnyFormat | None,
     kahan: bool,
     cuts: tuple[int, int],
 ) -> int:
     """What one rank sends for a bucket, after the ranks have agreed on scales."""
     reduction = reduction.of_size(bucket.size)
     addends = reduction.addends(world)
-    rules = LengthRules(world=world, domain=Domain.WIRE, accumulate=accumulate, kahan=kahan, rank=rank, addends=addends)
+    rules = LengthRules(world=world, domain=Domain.WIRE, sum_format=sum_format, kahan=kahan, rank=rank, addends=addends)
     link: Any = CountingLink(rank, world)  # which takes a ChunkLink's place
     for chunk in bucket.chunks(reduction.shards(world), cuts):
         numbers = torch.empty(chunk.size, device=_NOWHERE)

@@ -176,21 +176,24 @@ class VirtualExchange:
         return {name: results[name] for name in self._shapes if name in results}
 
     def _open(self, names: list[str], example: Mapping[str, Tensor]) -> "_OpenBucket":
-        bucket = self._parameters.bucket(names, self.state.step)
         first = example[names[0]]
+        bucket = self._parameters.bucket(names, self.state.step, first.dtype)
         feedback = Feedback(self.residuals.__getitem__, bucket) if self._settings.error_feedback else None
         return _OpenBucket(
             names, bucket, self._world, SharedScales(bucket, self._world, self.state, first.device), first, feedback
         )
 
-    def bytes_sent(self, rank: int = 0, device: "torch.device | str" = "cpu") -> tuple[int, float]:
+    def bytes_sent(
+        self, rank: int = 0, device: "torch.device | str" = "cpu", dtype: torch.dtype = torch.float32
+    ) -> tuple[int, float]:
         """What a rank of a real cluster would send in the next step, and what it would send in float32, in a ring.
 
-        `device` is where the gradients are: it decides how they are cut, and with that the headers of messages.
+        `device` is where the gradients are: it decides how they are cut, and with that the headers of messages. `dtype` is
+        theirs: uncompressed, they travel in it.
         """
         sent, elements, device = 0, 0, torch.device(device)
         for names in self.buckets:
-            bucket = self._parameters.bucket(names, self.state.step)
+            bucket = self._parameters.bucket(names, self.state.step, dtype)
             reduction = self._reduction.of_size(bucket.size)
             sums, cuts = self._settings.sums(reduction), cuts_for(self._settings.chunk, device)
             sent += bytes_of_bucket(bucket, reduction, rank, self._world, sums, self._settings.kahan, cuts)

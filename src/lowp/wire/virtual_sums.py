@@ -47,7 +47,7 @@ class _AllShards:
 
     def _messages(self, stage: Stage) -> Messages:
         chunk, rules = self._chunk, self._rules
-        kind = "virtual", stage, rules.accumulate, rules.choices
+        kind = "virtual", stage, rules.sum_format, rules.choices
         if kind not in chunk.messages:
             starts = [shard.start for shard in chunk.shards]
             chunk.messages[kind] = Messages(chunk.shards, lambda part: rules.codec(part, stage), starts)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowp import compat
 from lowp.tensor.kernels import building, kernel_info
 from lowp.wire.chunk_scheduler import ChunkScheduler
-from lowp.wire.codec import Codec
+from lowp.wire.codec import Codec, codec_for
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.link import ChunkLink, GroupLink, Pending
 from lowp.wire.plan import Bucket, Layer
@@ -46,7 +46,11 @@ def warm_up(
     asked = settings.describe()
     together = frozenset(codecs)
     mixes = {*(frozenset([codec]) for codec in together), together} - {frozenset()}
-    cases = [_Case(mix, device, dtype, asked, reduction) for mix in mixes for dtype in dtypes]
+    cases = [
+        _Case(frozenset(codec_for(codec, dtype) for codec in mix), device, dtype, asked, reduction)
+        for mix in mixes
+        for dtype in dtypes
+    ]
     for case in cases:
         if case not in _warm:
             with compat.without_dispatch_modes(), building():  # an audit is not concerned

@@ -22,7 +22,7 @@ TOPOLOGIES: tuple[Topology, ...] = (
 )
 _NAMES = (
     "all_reduce, all_reduce(ring), all_reduce(tree), two_shot, one_shot, ring, tree, sequential, hierarchical, "
-    "hierarchical(k), hierarchical(k, gather), hierarchical(k, leaders), hybrid, halving_doubling, torus or parameter_server"
+    "hierarchical(k), hierarchical(k, gather), hierarchical(k, leaders), by_size, halving_doubling, torus or parameter_server"
 )
 
 

@@ -16,17 +16,17 @@ def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed_of(seed, "shuffle", epoch)))
 
 
-def shares(order: Tensor, step: int, batch: int, ranks: int, accumulate: int) -> Tensor:
+def shares(order: Tensor, step: int, batch: int, ranks: int, micro_batches: int) -> Tensor:
     """The step's samples: (ranks, micro-batches, samples). What is left of an epoch after its last whole batch is not used."""
-    unit = ranks * accumulate
+    unit = ranks * micro_batches
     if batch < 1 or batch % unit:
         below = batch // unit * unit
         nearest = f"{below} or {below + unit}" if below > 0 else f"{unit}"
         raise ValueError(
-            f"a batch of {batch} cannot be shared evenly by {ranks} ranks with {accumulate} micro-batches each; "
+            f"a batch of {batch} cannot be shared evenly by {ranks} ranks with {micro_batches} micro-batches each; "
             f"the nearest that can: {nearest}"
         )
     whole = len(order) // batch
     if not 0 <= step < whole:
         raise ValueError(f"there is no step {step}: {len(order)} samples in batches of {batch} make {whole} steps")
-    return order[step * batch : (step + 1) * batch].view(ranks, accumulate, batch // unit)
+    return order[step * batch : (step + 1) * batch].view(ranks, micro_batches, batch // unit)

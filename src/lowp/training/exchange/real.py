@@ -129,7 +129,7 @@ def carrier_for(
 ) -> GradientReducer:
     """Of the same kind on all ranks: it follows from what they have in common."""
     all_fp32 = settings.format == "fp32" and not settings.layers and str(settings.reduction) in ("two_shot", "one_shot")
-    plain = all_fp32 and settings.accumulate is None and all(p.dtype == torch.float32 for p in parameters.values())
+    plain = all_fp32 and settings.sum_format is None and all(p.dtype == torch.float32 for p in parameters.values())
     if plain and dist.get_world_size() == 2:
         return Plain()
     return Compressed(parameters, settings, device, names)

@@ -42,7 +42,8 @@ class VirtualRanks:
     def reduce(self, gradients: Gradients) -> None:
         keep = self._exchange.asks_twice and self._fits
         source = _RankGradients(self._buffers, self._parameters, gradients, keep, self.before_travel)
-        sent, of_fp32 = self._exchange.bytes_sent(0, next(iter(self._parameters.values())).device)
+        example = next(iter(self._parameters.values()))
+        sent, of_fp32 = self._exchange.bytes_sent(0, example.device, example.dtype)
         self._before = self._exchange.state.snapshot()
         self._residuals = [residuals.copy() for residuals in self._exchange.residuals]
         means = self._exchange.reduce(source)

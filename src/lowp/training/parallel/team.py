@@ -155,7 +155,7 @@ class VirtualTeam(Team):
             self.world, {"sum": addends[0].shape}, codec.codec.format, scale=codec.codec.scale, reduction="two_shot"
         )
         for rank in self.local:
-            self._count(*exchange.bytes_sent(rank, addends[0].device))
+            self._count(*exchange.bytes_sent(rank, addends[0].device, addends[0].dtype))
         return exchange.reduce(lambda rank: {"sum": addends[rank]}, mean=False)["sum"]
 
     def pass_on(self, message: Tensor | None, source: int, target: int, room: Tensor | None, count: int) -> Tensor | None:

@@ -62,7 +62,7 @@ def aps8_paper() -> Recipe:
 
     8 virtual ranks are added one after the other. The paper's 256 ranks are 8 processes of 32 ranks, which are added inside
     the processes first, then between them: --virtual-ranks 256 --set batch=256
-    --set "wire.reduction=hierarchical(32, leaders)" --set wire.accumulate=e5m2. That rounds where the paper rounds, but for two
+    --set "wire.reduction=hierarchical(32, leaders)" --set wire.sum_format=e5m2. That rounds where the paper rounds, but for two
     things: APS is applied once, with room for 256 addends, where the paper applies it on each level; and the processes' sums
     are added as a ring adds, each part beginning at another process.
     """
@@ -91,8 +91,8 @@ def fp8() -> Recipe:
 
 
 @named
-def simulate() -> Recipe:
-    """Weights, activations and errors in a format of your choice: posit8 here.
+def posit8() -> Recipe:
+    """Weights, activations and errors in posit8, or in a format of your choice.
 
     Gradients of weights, optimizer states and updates are FP32. --set precision.weights=e3m4 --set precision.activations=int8
     ... tries another one.

@@ -96,7 +96,7 @@ class ChunkJob:
     def messages(self, indices: Sequence[int], stage: Stage, begins: Sequence[int] | None = None) -> Messages:
         """Where the parts of some shards lie in one buffer. Worked out once."""
         rules = self.rules
-        kind = (tuple(indices), stage, rules.accumulate, rules.choices, None if begins is None else tuple(begins))
+        kind = (tuple(indices), stage, rules.sum_format, rules.choices, None if begins is None else tuple(begins))
         if kind not in self.chunk.messages:
             shards = [self.chunk.shards[index] for index in indices]
             starts = [shard.start for shard in shards]
@@ -146,7 +146,7 @@ class ChunkJob:
 
     def _kept(self, name: Any, make: Callable[[], Any]) -> Any:
         """What depends on the chunk's cut and the codecs alone."""
-        kind = name, self.rules.accumulate, self.rules.choices
+        kind = name, self.rules.sum_format, self.rules.choices
         if kind not in self.chunk.messages:
             self.chunk.messages[kind] = make()
         return self.chunk.messages[kind]
@@ -335,6 +335,6 @@ class Reduction(ABC):
         return self
 
 
-def default_accumulate(reduction: Reduction, accumulate: AnyFormat | None) -> AnyFormat | None:
+def default_sum_format(reduction: Reduction, sum_format: AnyFormat | None) -> AnyFormat | None:
     """The format of sums for `Rules`: where it is not given, float32 or (None) the wire's own."""
-    return accumulate if accumulate is not None or reduction.sums_in_format else FP32
+    return sum_format if sum_format is not None or reduction.sums_in_format else FP32

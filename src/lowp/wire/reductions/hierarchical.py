@@ -63,13 +63,13 @@ def held_by(rank: int, node: range, columns: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Hierarchical(Reduction):
-    """Nodes of `size` neighbouring ranks (the last may be smaller). Inside a node, messages and sums are in `accumulate`.
+    """Nodes of `size` neighbouring ranks (the last may be smaller). Inside a node, messages and sums are in `sum_format`.
 
     `shards`: every rank of a node adds up a part of the chunk and takes it to its counterparts in the other nodes (two_shot
     between them, in the wire's format): all links out of a node are used at once, and each carries 1 / size of the message.
 
     `gather` (arXiv 2010.10458, made for top-k): the same, with one_shot between nodes. The nodes' sums are encoded once; their
-    sum is not rounded to the wire's format, top-k drops nothing of it, and it is handed out in `accumulate`. A link out
+    sum is not rounded to the wire's format, top-k drops nothing of it, and it is handed out in `sum_format`. A link out
     of a node carries (nodes - 1) / size messages, instead of about 2 / size: for few nodes.
 
     `leaders` (arXiv 1807.11205): everything goes to the node's first rank; the leaders form a ring; then it is handed out.
@@ -105,7 +105,7 @@ class Hierarchical(Reduction):
 
     def between(self, rules: Rules) -> Rules:
         """The rules between nodes: sums in float32 at their owners, or partial sums that travel in the wire's format."""
-        return replace(rules, accumulate=None if self.variant == "leaders" else FP32, level=1)
+        return replace(rules, sum_format=None if self.variant == "leaders" else FP32, level=1)
 
     def steps(self, world: int) -> int | None:
         return {"leaders": None, "gather": 3, "shards": 4}[self.variant]

@@ -13,7 +13,7 @@ class OneShot(Reduction):
     """One rounding and one exchange; but every rank sends its whole message to every other.
 
     1. Encode this rank's numbers and send them to everybody.
-    2. Decode all, one's own too, and add in `accumulate` (float32), in rank order: all ranks come to the same sum.
+    2. Decode all, one's own too, and add in `sum_format` (float32), in rank order: all ranks come to the same sum.
 
     On two ranks it sends as many bytes as two_shot in half the steps and with a third less work. On more, (W - 1) messages
     instead of 2 (W - 1) / W: for small tensors only.

@@ -45,7 +45,7 @@ class TwoShot(Reduction):
 
     1. Encode this rank's numbers, one message for each owner of a shard.
     2. Exchange: every owner receives its shard from every rank.
-    3. Decode and add in `accumulate` (float32), in rank order, so that the order is the same everywhere.
+    3. Decode and add in `sum_format` (float32), in rank order, so that the order is the same everywhere.
     4. Encode the sum once and send it to everybody. All decode the same bytes, the owner too: replicas stay identical.
 
     A ring would round W - 1 times: at 256 ranks and e5m2 its error is 10 times larger.

@@ -8,7 +8,7 @@ from lowp.wire.rules import Rules
 
 
 @dataclass(frozen=True)
-class Hybrid(Reduction):
+class BySize(Reduction):
     """`small` for buckets of up to `threshold` elements, where latency counts; `large` above it, where bandwidth does."""
 
     small: Reduction
@@ -16,16 +16,16 @@ class Hybrid(Reduction):
     threshold: int = 1 << 16
 
     def __str__(self) -> str:
-        return f"hybrid({self.small}, {self.large}, {self.threshold})"
+        return f"by_size({self.small}, {self.large}, {self.threshold})"
 
     def of_size(self, elements: int) -> Reduction:
         return self.small if elements <= self.threshold else self.large
 
     def exchange(self, job: ChunkJob) -> Steps:
-        raise AssertionError("a hybrid is resolved by of_size before it is used")
+        raise AssertionError("BySize is resolved by of_size before it is used")
 
     def adder(self, shard: Shard, index: int | None, rules: Rules) -> Adder:
-        raise AssertionError("a hybrid is resolved by of_size before it is used")
+        raise AssertionError("BySize is resolved by of_size before it is used")
 
     def owner(self, index: int | None, world: int) -> int:
-        raise AssertionError("a hybrid is resolved by of_size before it is used")
+        raise AssertionError("BySize is resolved by of_size before it is used")
