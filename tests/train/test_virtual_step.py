@@ -145,7 +145,9 @@ class ReplayedOnCpu:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("wire", [[], ["wire.format=e5m2", "wire.scale=aps", "wire.reduction=sequential"], ["wire.format=e5m2"]])
+@pytest.mark.parametrize(
+    "wire", [[], ["wire.format=e5m2", "wire.scale=aps", "wire.reduction=sequential"], ["wire.format=e5m2"]]
+)
 def test_ranks_that_share_a_graph_keep_their_gradients_and_figures(ranks, wire):
     """A launch writes to where the last one did: the ranks' gradients and figures must be taken before the next one."""
     changes = f"virtual_ranks={ranks}", AUTOCAST, "label_smoothing=0.1", *wire

@@ -332,6 +332,8 @@ class Trainer:
         for i, (inputs, targets) in zip(mine, self.data.test.stream(asked), strict=True):
             self.numerics.begin(self.step, i)  # noise of a test batch is its own, whoever computes it
             logits = self._predict(self._laid_out(inputs))
+            if self.recipe.test_flip:
+                logits = (logits + self._predict(self._laid_out(inputs.flip(-1)))) / 2
             loss, correct = self._cross_entropy(logits, targets, 0.0), (logits.argmax(-1) == targets).sum()
             table[i] = torch.tensor([float(loss) * targets.numel(), int(correct), targets.numel()], dtype=torch.float64)
         total = self.world.sum(table) if dealt else table
