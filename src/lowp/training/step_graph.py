@@ -91,9 +91,8 @@ class StepGraph:
     @torch.no_grad()
     def own_gradients(self) -> None:
         """Move the gradients of the last launch to memory that the next one does not write to."""
-        parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
-        made = [parameter.grad for parameter in parameters]
-        copies = [torch.empty_like(gradient) for gradient in made]
-        compat.foreach_copy_(copies, made)
-        for parameter, copy in zip(parameters, copies, strict=True):
+        made = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        copies = [torch.empty_like(gradient) for _, gradient in made]
+        compat.foreach_copy_(copies, [gradient for _, gradient in made])
+        for (parameter, _), copy in zip(made, copies, strict=True):
             parameter.grad = copy
