@@ -29,6 +29,7 @@ NAMES = (
     "predict",
     "ablate",
     "at_once",
+    "resnet50",
 )
 
 

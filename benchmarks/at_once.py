@@ -32,6 +32,7 @@ CONTENDERS: dict[str, list[str]] = {
     "8 x 64, bf16": ["precision.activations=bf16"],
     "8 x 64, bf16, e5m2 aps": ["precision.activations=bf16", *APS],
     "8 x 64, bf16, compiled": ["precision.activations=bf16", "model.compile=true"],
+    "8 x 64, bf16, e5m2 aps, compiled": ["precision.activations=bf16", *APS, "model.compile=true"],
     "512, fp32": [*ALONE, "precision.tf32=false"],
     "512, tf32": ALONE,
     "512, fp16 autocast": [*ALONE, "precision.activations=fp16", "precision.loss_scale=dynamic"],

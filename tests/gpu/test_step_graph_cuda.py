@@ -21,11 +21,15 @@ MODELS = {
 }
 
 
-def trained(model, options, eager, steps, monkeypatch, **precision):
+APS = {"format": "e5m2", "scale": "aps", "reduction": "sequential"}
+
+
+def trained(model, options, eager, steps, monkeypatch, *, ranks=1, wire=None, compiled=False, **precision):
     monkeypatch.setattr(step_graph, "EAGER_STEPS", eager)
     recipe = Recipe(
-        name="graph", seed=3, epochs=1, batch=64, device="cuda", deterministic=True, model={"name": model, "options": options},
-        data={"name": "fashion14"}, optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9}, precision=precision,
+        name="graph", seed=3, epochs=1, batch=64, virtual_ranks=ranks, device="cuda", deterministic=True, wire=wire or {},
+        model={"name": model, "options": options, "compile": compiled}, data={"name": "fashion14"},
+        optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9}, precision=precision,
     )  # fmt: skip
     world = World.join("cuda", threads=0)
     try:
@@ -34,7 +38,7 @@ def trained(model, options, eager, steps, monkeypatch, **precision):
             for _ in range(steps):
                 trainer.train_step()
         trainer.confirm()
-        assert (trainer._graph._graph is not None) == (eager < steps)
+        assert (trainer._graph._graph is not None) == (eager < steps * ranks)
         return [p.detach().cpu() for p in trainer.model.state_dict().values()], trainer.take_metrics()
     finally:
         world.leave()
@@ -44,6 +48,23 @@ def trained(model, options, eager, steps, monkeypatch, **precision):
 @pytest.mark.parametrize("model", MODELS)
 def test_recorded_steps_are_the_same(model, precision, monkeypatch):
     plain, graph = (trained(model, MODELS[model], eager, 8, monkeypatch, **precision) for eager in (1000, 3))
+    assert plain[1] == graph[1]
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], graph[0], strict=True))
+
+
+@pytest.mark.parametrize("wire", [{}, APS], ids=["fp32", "aps"])
+@pytest.mark.parametrize("model", MODELS)
+def test_recorded_virtual_ranks_are_the_same(model, wire, monkeypatch):
+    """Dropout too: each rank's pass draws by its own seed."""
+    told = {"ranks": 4, "wire": wire, "activations": "bf16"}
+    plain, graph = (trained(model, MODELS[model], eager, 5, monkeypatch, **told) for eager in (1000, 3))
+    assert plain[1] == graph[1]
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], graph[0], strict=True))
+
+
+def test_recorded_compiled_virtual_ranks_are_the_same(monkeypatch):
+    told = {"ranks": 4, "wire": APS, "compiled": True, "activations": "bf16"}
+    plain, graph = (trained("resnet18", MODELS["resnet18"], eager, 5, monkeypatch, **told) for eager in (1000, 3))
     assert plain[1] == graph[1]
     assert all(torch.equal(a, b) for a, b in zip(plain[0], graph[0], strict=True))
 

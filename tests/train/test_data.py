@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lowp.training.check import check
 from lowp.training.data import SET_NAMES, download, files, open_data
 from lowp.training.data.augment import Augment
 from lowp.training.data.base import Request
@@ -22,6 +23,9 @@ from lowp.training.data.layouts import read_cifar, read_idx
 from lowp.training.data.make_fashion14 import make, shrink
 from lowp.training.data.order import epoch_order, shares
 from lowp.training.data.sets import CIFAR_FILES, IMAGE_SETS, MNIST_FILES
+from lowp.training.reading import read_recipe
+from lowp.training.trainer import Trainer
+from lowp.training.world import World
 from waiting import no_host_waits
 
 CPU = torch.device("cpu")
@@ -562,3 +566,22 @@ def test_a_gpu_gives_the_same_batches_without_waiting(monkeypatch, choice, ready
         found = list(on_gpu.stream(requests))
     for ours, theirs in zip(found, expected, strict=True):
         assert all(a.device.type == "cuda" and a.cpu().equal(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_mirrored_test_averages_the_outputs_for_an_image_and_its_mirror_image():
+    changes = ["data.limit=64", "device=cpu", "threads=1", "model.name=cnn", "model.options={channels=[2, 2], hidden=4}"]
+    trainer = Trainer(read_recipe("fp32", [*changes, "test_flip=true"]), World(0, 1, torch.device("cpu")))
+    found = trainer.test()
+    size, model = len(trainer.data.test), trainer.model.eval()
+    ((inputs, targets),) = trainer.data.test.stream([Request(torch.arange(size), ("all",))])
+    with torch.no_grad():
+        logits = (model(inputs) + model(inputs.flip(-1))) / 2
+    assert found["accuracy"] == (logits.argmax(-1) == targets).double().mean().item()
+    assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=1e-5)
+    plain = Trainer(read_recipe("fp32", changes), World(0, 1, torch.device("cpu"))).test()
+    assert plain["loss"] != found["loss"]
+
+
+def test_a_mirrored_test_is_for_images():
+    with pytest.raises(ValueError, match="test_flip: is for images, and shakespeare is text"):
+        check(read_recipe("gpt", ["test_flip=true"]))

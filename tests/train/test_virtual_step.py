@@ -1,4 +1,4 @@
-"""What the micro-batches and the virtual ranks of one step share: cast weights and the model's buffers."""
+"""What the micro-batches and the virtual ranks of one step share: cast weights, the model's buffers, a graph."""
 
 import math
 
@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp.training.reading import read_recipe
+from lowp.training.step_graph import StepGraph
 from lowp.training.trainer import Trainer
 from lowp.training.world import World
 
@@ -113,3 +114,49 @@ def test_a_model_trains_again_after_a_test():
     assert not trainer.model.training
     trainer.train_step()
     assert trainer.model.passes.tolist() == [2.0, 2.0]
+
+
+class ReplayedOnCpu:
+    """What StepGraph does, without CUDA: batches, gradients and figures are at the same places in every launch."""
+
+    def __init__(self, backward, parameters) -> None:
+        self._backward, self._parameters = backward, parameters
+        self._batch = self._gradients = None
+        self.launches = 0
+
+    def run(self, inputs, targets) -> bool:
+        if self._batch is None:
+            self._batch = inputs.clone(), targets.clone()
+        for place, new in zip(self._batch, (inputs, targets), strict=True):
+            place.copy_(new)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._backward(*self._batch)
+        made = [parameter.grad for parameter in self._parameters]
+        if self._gradients is None:
+            self._gradients = [gradient.clone() for gradient in made]
+        for parameter, place, gradient in zip(self._parameters, self._gradients, made, strict=True):
+            place.copy_(gradient)
+            parameter.grad = place
+        self.launches += 1
+        return True
+
+    own_gradients = StepGraph.own_gradients
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    "wire", [[], ["wire.format=e5m2", "wire.scale=aps", "wire.reduction=sequential"], ["wire.format=e5m2"]]
+)
+def test_ranks_that_share_a_graph_keep_their_gradients_and_figures(ranks, wire):
+    """A launch writes to where the last one did: the ranks' gradients and figures must be taken before the next one."""
+    changes = f"virtual_ranks={ranks}", AUTOCAST, "label_smoothing=0.1", *wire
+    plain, launched = trainer_of(*changes), trainer_of(*changes)
+    launched._graph = ReplayedOnCpu(launched._recorded, [*launched.parameters.values()])
+    for _ in range(3):
+        plain.train_step()
+        launched.train_step()
+    assert launched._graph.launches == 3 * ranks
+    assert launched.take_metrics() == plain.take_metrics()
+    states = zip(plain.model.state_dict().values(), launched.model.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in states)

@@ -84,6 +84,8 @@ def _check_data(recipe: Recipe) -> None:
     if _is_text(data.name):
         if data.augment:
             raise RecipeError(f"data.augment: is for images, and {data.name} is text")
+        if recipe.test_flip:
+            raise RecipeError(f"test_flip: is for images, and {data.name} is text")
         if data.name.startswith("text:"):
             with about("data", "name"):
                 check_regular(user_path(data.name.removeprefix("text:")))

@@ -22,20 +22,30 @@ class Metrics:
         self._right: list[list[Tensor]] = [[] for _ in ranks]  # true where a prediction was right; not in `_correct` yet
         self._predictions = [0 for _ in ranks]
         self.steps = 0  # in these sums
+        # Of one pass, where a graph leaves them
+        self._recorded_loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._recorded_correct = torch.zeros((), dtype=torch.int64, device=device)
 
     def add_loss(self, rank: int, loss: Tensor, share: float) -> None:
         self._losses[rank - self._ranks.start].add_(loss, alpha=share)
 
     def add_predictions(self, rank: int, logits: Tensor, targets: Tensor) -> None:
-        """Counted some steps at a time: two small operations fewer in a step. What a graph records is counted in it."""
+        """Counted some steps at a time: two small operations fewer in a step."""
         place = rank - self._ranks.start
-        if logits.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._correct[place].add_((logits.detach().argmax(-1) == targets).sum())
-            return
         right = self._right[place]
         right.append(logits.detach().argmax(-1) == targets)
         if len(right) >= KEPT or len(right) * targets.numel() >= KEPT_PREDICTIONS:
             self._count(place)
+
+    def record(self, loss: Tensor, logits: Tensor, targets: Tensor) -> None:
+        """In a graph: whose pass it is, is not known in it. `add_recorded` follows each launch."""
+        self._recorded_loss.copy_(loss)
+        self._recorded_correct.copy_((logits.argmax(-1) == targets).sum())
+
+    def add_recorded(self, rank: int) -> None:
+        place = rank - self._ranks.start
+        self._losses[place].add_(self._recorded_loss)
+        self._correct[place].add_(self._recorded_correct)
 
     def add_samples(self, rank: int, predictions: int) -> None:
         self._predictions[rank - self._ranks.start] += predictions

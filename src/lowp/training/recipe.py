@@ -272,6 +272,7 @@ class Recipe(Section):
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the cross-entropy")
     test_every: int = Field(1, ge=0, le=_MOST_EPOCHS, description="epochs between tests (0: only at the end)")
+    test_flip: bool = Field(False, description="test each image and its mirror image, and average the two outputs")
     ranks: int = Field(1, ge=1, le=1 << 16, description="real processes (under torchrun: as many as it starts)")
     virtual_ranks: int = Field(1, ge=1, le=1 << 16, description="ranks that one process stands in for")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one")

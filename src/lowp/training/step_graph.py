@@ -1,13 +1,18 @@
-"""Forward and backward of a step as one CUDA graph: recorded once, launched by one call.
+"""Forward and backward of a rank's batch as one CUDA graph: recorded once, launched by one call.
 
 A small model's step is some hundred launches of a few microseconds of work each, and the host needs longer to launch them than
 the device to do them. A graph holds the launches, with the addresses of all that they read and write. So
 
 - a batch is copied to where the recorded one was,
 - gradients come out where the recorded ones did, and `parameter.grad` is these tensors in every step,
-- loss and right predictions are added to sums on the device, at the same places.
+- loss and right predictions are left at the same places.
+
+One process for several virtual ranks launches the same graph once for each of them, and copies a rank's gradients before the
+next launch (`own_gradients`). A graph for each rank would save the copies, and would need the memory of all of them.
 
 Random numbers: what a graph draws follows the generator's seed at its launch, as it would in the same layers without a graph.
+
+A compiled model (`model.compile`) is compiled in the steps before, and what it launches is recorded like anything else.
 
 The code of a model runs once, while it is recorded. What it decides in Python is decided for all steps. So only models of this
 package are recorded (`MODELS`), none of a user's.
@@ -20,11 +25,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lowp import compat
+
 EAGER_STEPS = 3  # before the first recorded one: libraries choose algorithms and take memory in them
 
 
 class StepGraph:
-    """`backward(inputs, targets)` leaves gradients in the parameters and adds to sums."""
+    """`backward(inputs, targets)` leaves gradients in the parameters, and figures at fixed places."""
 
     def __init__(self, backward: Callable[[Tensor, Tensor], None], parameters: Sequence[nn.Parameter]) -> None:
         self._backward, self._parameters = backward, parameters
@@ -80,3 +87,12 @@ class StepGraph:
                 gc.enable()
         self._graph, self._gradients = graph, [parameter.grad for parameter in self._parameters]
         return True
+
+    @torch.no_grad()
+    def own_gradients(self) -> None:
+        """Move the gradients of the last launch to memory that the next one does not write to."""
+        made = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        copies = [torch.empty_like(gradient) for _, gradient in made]
+        compat.foreach_copy_(copies, [gradient for _, gradient in made])
+        for (parameter, _), copy in zip(made, copies, strict=True):
+            parameter.grad = copy

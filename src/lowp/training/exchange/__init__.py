@@ -20,7 +20,7 @@ from lowp.training.exchange.alone import Placed as Placed
 from lowp.training.exchange.base import Exchange as Exchange
 from lowp.training.exchange.base import buckets_of as buckets_of
 from lowp.training.exchange.real import RealExchange
-from lowp.training.exchange.virtual import VirtualRanks
+from lowp.training.exchange.virtual import VirtualRanks as VirtualRanks
 from lowp.wire.settings import Settings
 
 
