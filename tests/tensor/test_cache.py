@@ -15,7 +15,7 @@ import torch
 
 import lowp
 from lowp.tensor import kernels
-from lowp.tensor.lists import cache, cpp
+from lowp.tensor.lists import cache, compiling, cpp
 from lowp.tensor.lists.cache import UnsafeCache, load_library
 from lowp.tensor.lists.function import ListFunction, Lists
 from lowp.tensor.lists.tracing import Element
@@ -38,6 +38,7 @@ def library(folder, text):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LOWP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiling, "_compiled_before", False)  # as in a new process
     return tmp_path / "cache"
 
 
@@ -148,6 +149,35 @@ def test_a_damaged_library_is_made_again(damage, folder, name, compiled):
     (folder / name).write_bytes(damage(whole))
     assert load_library(name, lambda: compiled).answer() == 42
     assert (folder / name).read_bytes() == whole
+
+
+def test_what_two_need_at_once_is_made_once(folder, name, compiled):
+    """The other waits; afterwards only the library is there."""
+    made, found, together = [], [], threading.Barrier(2)
+
+    def make():
+        made.append(name)
+        time.sleep(0.3)
+        return compiled
+
+    def need():
+        together.wait()
+        found.append(load_library(name, make).answer())
+
+    threads = [threading.Thread(target=need) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (made, found) == ([name], [42, 42])
+    assert [path.name for path in folder.iterdir()] == [name]
+
+
+def test_nobody_waits_for_ever(folder, name, compiled, monkeypatch):
+    monkeypatch.setattr(cache, "LONGEST_WAIT", 0.05)
+    folder.mkdir(0o700)
+    with cache._alone(os.open(folder, os.O_RDONLY), f".{name}.lock"):
+        assert load_library(name, lambda: compiled).answer() == 42
 
 
 def test_a_planted_library_does_not_run(folder, tmp_path, monkeypatch):

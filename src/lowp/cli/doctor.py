@@ -178,7 +178,8 @@ def _kernels() -> Diagnosis:
     files = [file for file in folder.iterdir() if file.is_file()]
     megabytes = sum(file.stat().st_size for file in files) / 1e6
     free = shutil.disk_usage(folder).free / 1e6
-    text = f"{folder}: {len(files)} kernels, {megabytes:.1f} MB"
+    kernels = sum(file.suffix == ".so" for file in files)
+    text = f"{folder}: {kernels} kernels, {megabytes:.1f} MB"
     if free < 50:
         return Diagnosis("kernel cache", LESS, f"{text}; {free:.0f} MB are free on its disk", "set LOWP_CACHE to another disk")
     return Diagnosis("kernel cache", OK, text)

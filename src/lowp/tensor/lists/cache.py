@@ -11,16 +11,19 @@ What lies here is loaded and run, so it must be this user's, and writable by nob
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 DIGEST = hashlib.sha256().digest_size
+LONGEST_WAIT = 120  # seconds, for another process to make a file
 
 
 class UnsafeCache(PermissionError):
@@ -29,14 +32,60 @@ class UnsafeCache(PermissionError):
 
 def load_library(name: str, make: Callable[[], bytes]) -> ctypes.CDLL:
     """The library of that name, which `make` compiles if it is not there, or not whole. A name stands for one content."""
+    with _cache() as (folder, path):
+        os.close(_found_or_made(folder, name, path, make))
+        return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}" if os.path.isdir("/proc/self/fd") else f"{path}/{name}")
+
+
+def open_file(name: str, make: Callable[[], bytes] | None) -> int | None:
+    """A descriptor of the file of that name, which is made as a library is; None where it is not there, and not to be made."""
+    with _cache() as (folder, path):
+        return _whole(folder, name, path) if make is None else _found_or_made(folder, name, path, make)
+
+
+@contextmanager
+def _cache() -> Iterator[tuple[int, str]]:
     path = cache_folder()
     folder = _open_folder(path)
     try:
-        if not _is_whole(folder, name, path):
-            _write(folder, name, make())
-        return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}" if os.path.isdir("/proc/self/fd") else f"{path}/{name}")
+        yield folder, path
     finally:
         os.close(folder)
+
+
+def _found_or_made(folder: int, name: str, path: str, make: Callable[[], bytes]) -> int:
+    """A descriptor of the file. Of processes that need it at once, one makes it."""
+    file = _whole(folder, name, path)
+    if file is None:
+        with _alone(folder, f".{name}.lock"):
+            file = _whole(folder, name, path)
+            if file is None:
+                _write(folder, name, make())
+                file = _whole(folder, name, path)
+    if file is None:
+        raise OSError(errno.EIO, "what was written is not what was read back", f"{path}/{name}")
+    return file
+
+
+@contextmanager
+def _alone(folder: int, name: str) -> Iterator[None]:
+    """Others who come here wait, but not for ever, and not where a disk has no locks: to make a file twice does no harm."""
+    lock = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    try:
+        deadline = time.monotonic() + LONGEST_WAIT
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+        os.close(lock)
 
 
 def check_cache() -> None:
@@ -85,21 +134,29 @@ def _check(found: os.stat_result, what: str) -> None:
         )
 
 
-def _is_whole(folder: int, name: str, path: str) -> bool:
-    """Is the file there, nobody else's, and as it was written?"""
+def _whole(folder: int, name: str, path: str) -> int | None:
+    """A descriptor of the file, if it is there, nobody else's, and as it was written."""
     try:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except FileNotFoundError:
-        return False
+        return None
     except OSError as error:
         raise UnsafeCache(f"the kernel {path}/{name} cannot be opened ({error.strerror}): remove it") from None
-    with open(file, "rb") as opened:
+    try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
             raise UnsafeCache(f"the kernel {path}/{name} is not a file: remove it")
         _check(found, f"the kernel {path}/{name}")
-        content = opened.read()
-    return hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
+        with open(file, "rb", closefd=False) as opened:
+            content = memoryview(opened.read())
+        whole = hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
+    except BaseException:
+        os.close(file)
+        raise
+    if whole:
+        return file
+    os.close(file)
+    return None
 
 
 def _write(folder: int, name: str, content: bytes) -> None:

@@ -14,9 +14,6 @@ import hashlib
 import os
 import platform
 import shutil
-import signal
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -27,6 +24,7 @@ import torch
 
 from lowp.tensor.lists import drawing
 from lowp.tensor.lists.cache import UnsafeCache, load_library
+from lowp.tensor.lists.compiling import compiled
 from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.lists.tracing import Element, Program, Statement, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
@@ -291,7 +289,7 @@ def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str]
     """Compile and load `run`; what was compiled before on this kind of machine is found again."""
     command = [compiler(), *_FLAGS, _processor(), *flags]
     name = hashlib.sha256("\0".join([text, _machine(), *command]).encode()).hexdigest()[:32]
-    run = load_library(f"{name}.so", lambda: _compiled(command, text)).run
+    run = load_library(f"{name}.so", lambda: compiled(command, text, _machine())).run
     run.restype = None
     run.argtypes = list(arguments)
     return run
@@ -305,31 +303,6 @@ def build_parallel(text: str, arguments: Sequence[Any] = _ARGUMENTS) -> Any:
         raise
     except (RuntimeError, OSError):
         return build(text, arguments)
-
-
-def _compiled(command: list[str], text: str) -> bytes:
-    """The library. The compiler is a group of processes of its own: Ctrl-C on the terminal is for this process to hear, which
-    may have a step to finish first, and ends all of them if it is to end at once."""
-    with tempfile.TemporaryDirectory(prefix="lowp-build-") as folder:
-        written, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-        written.write_text(text)
-        process = subprocess.Popen(
-            [*command, str(written), "-o", str(made)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
-        try:
-            said = process.communicate(timeout=300)[1]
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise
-        if process.returncode:
-            raise RuntimeError(f"{command[0]} could not compile a kernel: {said[:2000]}")
-        return made.read_bytes()
 
 
 @lru_cache(maxsize=4)

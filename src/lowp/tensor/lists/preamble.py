@@ -15,10 +15,10 @@ compiler would not find these by itself. All give the same bits.
 
 def preamble(wide: bool = False, least: int = 1) -> str:
     """`wide`: are there 64-bit numbers in the loop over elements? `least`: so many numbers must a vector have."""
-    return f"#define WIDE {int(wide)}\n#define LEAST {least}{_TYPES}{_TWO}{_GENERAL}{_AVX512}{_AVX2}{_CONVERSIONS}"
+    return f"{HEADERS}#define WIDE {int(wide)}\n#define LEAST {least}{_TYPES}{_TWO}{_GENERAL}{_AVX512}{_AVX2}{_CONVERSIONS}"
 
 
-_TYPES = r"""
+HEADERS = """\
 #include <cstdint>
 #include <cstring>
 #include <cmath>
@@ -26,6 +26,9 @@ _TYPES = r"""
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+"""
+
+_TYPES = r"""
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #define REGISTER 64
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
