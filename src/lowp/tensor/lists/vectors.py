@@ -157,6 +157,18 @@ class Printer:
         raise NotImplementedError(f"{s.operation} in C++")
 
 
+class SinglePrinter(Printer):
+    """The same for single numbers, between `SINGLES` of preamble.py: for what is done rarely, and is too long for vectors."""
+
+    def kept(self, kind: str, text: str) -> str:
+        return f"splat<{kind}>({text})"
+
+    def expression(self, s: Statement) -> str:
+        if s.operation == "bitcast":
+            return f"seen_as<{TYPES[s.result.dtype]}>({s.arguments[0].name})"
+        return super().expression(s)
+
+
 def _chosen(mask: str, yes: Any, no: Any, width: int) -> str:
     """A selection among numbers of `width` bytes. Vectors of 64-bit numbers may be two registers (preamble.py)."""
     return f"CHOOSE({mask}, {yes}, {no})" if width == 8 else f"({mask}) ? {yes} : {no}"
