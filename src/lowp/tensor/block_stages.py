@@ -16,7 +16,7 @@ from lowp.tensor import block_draws, block_steps
 from lowp.tensor.block_programs import BlockProgram
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import code_storage
-from lowp.tensor.lists.tracing import Element, Program, trace
+from lowp.tensor.lists.tracing import Element, Program, shortcut, trace
 from lowp.tensor.noise import KEY_SIZE
 
 
@@ -56,6 +56,8 @@ class BlockOperation:
         # Numbers in units that are powers of two take fewer operations as floats, unless codes are made of them.
         narrow = self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and self.kind == "decode")
         in_floats = self.program.fmt.power_of_two_scale and not narrow and self.kind != "encode"
+        to_float32 = self.kind == "decode" and self.dtype == torch.float32 and device.type == "cpu"
+        by_products = to_float32 and bool(whole) and self.program.exact_in_float32
         by_steps = device.type == "cpu" and block_steps.suits(self.program.fmt) and not in_floats
         if self.stochastic:
             return self._stochastic_stages(stage, whole, by_steps and not self.program.fmt.power_of_two_scale)
@@ -70,9 +72,12 @@ class BlockOperation:
             return [marked, poisoned, *carry(code, *arguments[2:])]
 
         def unit_of(code: Tensor, *whole: Tensor) -> list[Tensor]:
+            if by_products:
+                return [self.program.scale_value(code.to(torch.int32)), *whole]
             return carry(code.to(torch.int32), *whole)
 
         if self.kind == "decode":
+            value = self._value_by_products if by_products else value
             of_blocks = stage(unit_of, self.scale_storage, *whole)
             return {
                 "unit_of": of_blocks,
@@ -135,8 +140,16 @@ class BlockOperation:
     def _scale_of(self, finite: Tensor, largest: Tensor, *whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Stored code of the scale, whether the block is all NaN, and the code as if it were not, from a block's largest finite
         magnitude and its largest magnitude of all."""
-        program = self.program
-        code = program.scale(self._as_float32(finite), *whole)
+        program, size = self.program, self._as_float32(finite)
+        if self.lowest_whole is None:
+            code = program.scale(size, *whole)
+        else:  # quotients in float64, of which C++ is slow to make vectors, for those that float32 leaves in doubt
+            code = shortcut(
+                lambda: program.scale_about(size, *whole)[0],
+                lambda: program.scale(size, *whole),
+                lambda: program.scale_about(size, *whole)[1],
+                finite,
+            )
         poisoned = torch.zeros_like(code, dtype=torch.bool)
         if program.can_poison:
             poisoned = program.is_poisoned(self._as_float32(largest).view(torch.int32))
@@ -156,6 +169,9 @@ class BlockOperation:
 
     def _value_of(self, code: Tensor, unit: Tensor) -> list[Tensor]:
         return [self.program.value(code.to(torch.int32), unit, self.dtype).view(self.storage)]
+
+    def _value_by_products(self, code: Tensor, scale: Tensor, whole: Tensor) -> list[Tensor]:
+        return [self.program.value(code.to(torch.int32), scale, self.dtype, whole).view(self.storage)]
 
     def _steps(self, code: Tensor, *whole: Tensor) -> list[Tensor]:
         fmt, scale = self.program.fmt, self.program.scale_value(code)
@@ -178,7 +194,7 @@ class BlockOperation:
     def lowest_whole(self) -> float | None:
         """On a CPU: the least scale of a tensor that the kernel is exact with; None: any."""
         fmt = self.program.fmt
-        rounds_once = self.kind == "decode" and self.dtype == torch.float32 or self.stochastic and self.kind == "encode"
+        rounds_once = self.kind == "decode" and self.dtype == torch.float32
         limited = fmt.tensor_scale and block_steps.suits(fmt) and not rounds_once
         return block_steps.lowest_whole(fmt) if limited else None
 

@@ -135,34 +135,13 @@ class _Source:
                     lines.append(f"__builtin_prefetch((const char*)(p{i} + e) + {_AHEAD});")
         if number > 0:
             lines += [f"const {TYPES[v.dtype]} {v.name} = kept_{v.name}[(e - b) / LANES];" for v in self.kept]
-        lines += self._statements(statements, needed - _read(statements, []) | {v.name for v in self.kept})
+        lines += lines_of(self.printer, statements, needed - _read(statements, []) | {v.name for v in self.kept})
         if number == 0:
             lines += [f"kept_{v.name}[(e - b) / LANES] = {v.name};" for v in self.kept]
         for m in maxima:
             most = f"most_{m.result.name}"
             lines.append(f"{most} = larger({most}, inside ? {m.arguments[0].name} : f32{{}});")
         return lines + self._results() if last else lines
-
-    def _statements(self, statements: list[Statement], outside: set[str]) -> list[str]:
-        """One after the other; what is only needed for the long way of a shortcut stands in a branch. `outside` are the names
-        that others need."""
-        branches = {s.result.name: _only_for(s, statements, outside) for s in statements if s.operation == "shortcut"}
-        in_branches = {name for names in branches.values() for name in names}
-
-        def lines_of(chosen: list[Statement]) -> list[str]:
-            lines = []
-            for s in chosen:
-                name, kind = s.result.name, TYPES[s.result.dtype]
-                if s.operation != "shortcut":
-                    lines.append(f"const {kind} {name} = {self.printer.expression(s)};")
-                    continue
-                condition, usual, general = (a.name for a in s.arguments)
-                lines += [f"{kind} {name} = {usual};", f"if (__builtin_expect({self.printer.any_of(condition)}, 0)) {{"]
-                lines += ["    " + line for line in lines_of([t for t in statements if t.result.name in branches[name]])]
-                lines += [f"    {name} = {general};", "}"]
-            return lines
-
-        return lines_of([s for s in statements if s.result.name not in in_branches])
 
     def _results(self) -> list[str]:
         lines = []
@@ -214,6 +193,28 @@ def _stages(program: Program) -> list[Stage]:
 
 def _read(statements: list[Statement], maxima: list[Statement]) -> set[str]:
     return {a.name for s in (*statements, *maxima) for a in s.arguments if isinstance(a, Value)}
+
+
+def lines_of(printer: Printer, statements: list[Statement], outside: set[str]) -> list[str]:
+    """Statements one after the other; what is only needed for the long way of a shortcut stands in a branch. `outside` are the
+    names that others need."""
+    branches = {s.result.name: _only_for(s, statements, outside) for s in statements if s.operation == "shortcut"}
+    in_branches = {name for names in branches.values() for name in names}
+
+    def printed(chosen: list[Statement]) -> list[str]:
+        lines = []
+        for s in chosen:
+            name, kind = s.result.name, TYPES[s.result.dtype]
+            if s.operation != "shortcut":
+                lines.append(f"const {kind} {name} = {printer.expression(s)};")
+                continue
+            condition, usual, general = (a.name for a in s.arguments)
+            lines += [f"{kind} {name} = {usual};", f"if (__builtin_expect({printer.any_of(condition)}, 0)) {{"]
+            lines += ["    " + line for line in printed([t for t in statements if t.result.name in branches[name]])]
+            lines += [f"    {name} = {general};", "}"]
+        return lines
+
+    return printed([s for s in statements if s.result.name not in in_branches])
 
 
 def _only_for(shortcut: Statement, statements: list[Statement], outside: set[str]) -> set[str]:

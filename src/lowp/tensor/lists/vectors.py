@@ -132,6 +132,8 @@ class Printer:
                 return f"-{a[0]}"
             case "not":
                 return f"~{a[0]}"
+            case "reciprocal":
+                return f"{self.literal(1.0, s.operand)} / {a[0]}"
             case "sqrt":
                 return f"square_root({a[0]})"
             case "round":
