@@ -288,24 +288,24 @@ def _machine() -> str:
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 6, *[ctypes.c_long] * 2)
 
 
-def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str] = ()) -> Any:
-    """Compile and load `run`; what was compiled before on this kind of machine is found again."""
+def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str] = (), function: str = "run") -> Any:
+    """Compile and load a function; what was compiled before on this kind of machine is found again."""
     command = [compiler(), *_FLAGS, _processor(), *flags]
     name = hashlib.sha256("\0".join([text, _machine(), *command]).encode()).hexdigest()[:32]
-    run = load_library(f"{name}.so", lambda: _compiled(command, text)).run
+    run = getattr(load_library(f"{name}.so", lambda: _compiled(command, text)), function)
     run.restype = None
     run.argtypes = list(arguments)
     return run
 
 
-def build_parallel(text: str, arguments: Sequence[Any] = _ARGUMENTS) -> Any:
+def build_parallel(text: str, arguments: Sequence[Any] = _ARGUMENTS, function: str = "run") -> Any:
     """The same with OpenMP, whose threads are awake between calls; one thread where the compiler or the machine has none."""
     try:
-        return build(text, arguments, ["-fopenmp"])
+        return build(text, arguments, ["-fopenmp"], function)
     except UnsafeCache:
         raise
     except (RuntimeError, OSError):
-        return build(text, arguments)
+        return build(text, arguments, function=function)
 
 
 def _compiled(command: list[str], text: str) -> bytes:
