@@ -72,3 +72,20 @@ def check(
         size = x.shape[axis] if pack and fmt.element.bits < 8 else None
         found = lowp.decode(codes, fmt, dtype=x.dtype, size=size, axis=axis)
         same(found, block.decode(wanted, fmt, x.dtype, size, axis, False))
+
+
+def check_stochastic(
+    x: torch.Tensor, fmt: BlockFormat, saturate: bool, nan: str, noise: lowp.Noise, axis: int = -1, pack: bool = False
+) -> None:
+    """Stochastic rounding of x, by kernels or not, on its device, against plain integers on a CPU."""
+    plain = x.cpu()
+    same(
+        lowp.quantize(x, fmt, "stochastic", seed=noise, saturate=saturate, axis=axis),
+        block.quantize(plain, fmt, "stochastic", noise, saturate, axis, False),
+    )
+    codes = lowp.encode(x, fmt, "stochastic", seed=noise, saturate=saturate, nan=nan, axis=axis, pack=pack)
+    wanted = block.encode(plain, fmt, "stochastic", noise, nan, pack, saturate, axis, False)
+    for found, right in zip(codes, wanted, strict=True):
+        assert (found is None) == (right is None)
+        if found is not None:
+            same(found, right)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lowp
-from lowp.simulation.products import Products, _rotated, _stochastic
+from lowp.simulation.products import Products, _rotated
 
 ROWS, INPUTS, OUTPUTS = 40, 48, 32  # no multiple of 32 rows, and inputs of one and a half blocks
 
@@ -99,24 +99,12 @@ def test_stochastic_errors_are_keyed_and_have_little_bias() -> None:
     assert off < nearest / 4
 
 
-@pytest.mark.parametrize("axis", [-1, 0])
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp8_e4m3", "mxfp8_e5m2", "block(e2m1fn, 16, e4m3fn)"])
-@pytest.mark.parametrize("size", [1e-40, 1e-6, 1.0, 1e30])
-def test_the_short_way_to_round_stochastically_gives_the_same_numbers(name: str, axis: int, size: float) -> None:
-    """With rows of zeros, and blocks that are not full."""
-    x = torch.randn(40, 100, generator=torch.Generator().manual_seed(0)) * size
-    x[3], x[:, 5] = 0, 0
-    noise = lowp.Noise(1, 2, 3)
-    fmt = Products(name).format
-    assert torch.equal(_stochastic(x, fmt, axis, noise), lowp.quantize(x, name, "stochastic", seed=noise, axis=axis))
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_stays_visible(bad: float) -> None:
     x = torch.ones(2, 64)
     x[0, 40] = bad
     for name in ("mxfp4", "nvfp4", "mxfp8_e5m2"):
-        assert not _stochastic(x, Products(name).format, -1, lowp.Noise(0)).isfinite().all()
+        assert not Products(name, stochastic=True).error(x, -1, lowp.Noise(0)).isfinite().all()
 
 
 def test_names_are_read_as_they_are_written() -> None:

@@ -1,15 +1,17 @@
 """Kernels of block formats against the integers of block.py, bit for bit. (test_blocks.py has these against the reference.)"""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import lowp
-from block_cases import DTYPES, FORMATS, check, numbers, same
-from lowp.tensor import block, block_steps, kernels
+from block_cases import DTYPES, FORMATS, check, check_stochastic, numbers, same
+from lowp.tensor import block, block_draws, block_steps, kernels
 from lowp.tensor.block_programs import BlockProgram, block_program
 from lowp.tensor.block_stages import BlockOperation
+from lowp.tensor.noise import key_tensor
 
 FLAGS = ((True, "zero"), (False, "raise"), (False, "saturate"))
 
@@ -116,3 +118,68 @@ def test_large_results_are_those_of_their_parts():
     x = torch.randn(1 << 13, 1 << 10, generator=torch.Generator().manual_seed(5))
     for operation in (lambda x: lowp.quantize(x, "mxfp4"), lambda x: lowp.quantize(x, "e4m3fn")):
         assert torch.equal(operation(x), torch.cat([operation(part) for part in x.split(1 << 10)]))
+
+
+NOISE = lowp.Noise(3, 4, 5, 6)
+
+
+@pytest.mark.parametrize(("name", "dtype", "saturate", "nan", "pack"), CASES, ids=[case[0] for case in CASES])
+def test_stochastic_kernels_equal_the_integers(built, name, dtype, saturate, nan, pack):
+    fmt, x = lowp.format(name), numbers().to(dtype)
+    check_stochastic(x, fmt, saturate, nan, NOISE, pack=pack)
+    check_stochastic(x[1:4000].view(3, 1333), fmt, saturate, nan, NOISE, pack=pack)  # short last blocks, no alignment
+    check_stochastic(x[:4000].view(4, 5, 200), fmt, saturate, nan, NOISE, axis=1, pack=pack)  # noise counts in x's own order
+    check_stochastic(x[:4000].view(40, 100).t(), fmt, saturate, nan, NOISE, axis=0, pack=pack)
+    check_stochastic(x[:7], fmt, saturate, nan, NOISE, pack=pack)
+    check_stochastic(x[:0].view(3, 0), fmt, saturate, nan, NOISE, pack=pack)
+    check_stochastic(x[:4000], fmt, saturate, nan, lowp.Noise(1, offset=(1 << 30) - 9), pack=pack)  # two keys: no kernel
+
+
+def test_stochastic_rounding_of_tensors_of_any_size(built):
+    """Where float32 has a unit and its inverse, and where it does not; zeros; enough numbers that some are in doubt."""
+    for name in ("mxfp4", "nvfp4"):
+        for size in (1e-44, 1e-40, 2.0**-104, 1e-6, 1.0, 1e30, 1e38):
+            x = torch.randn(40, 100, generator=torch.Generator().manual_seed(0)) * size
+            x[3], x[:, 5] = 0, 0
+            for axis in (-1, 0):
+                check_stochastic(x, lowp.format(name), False, "raise", NOISE, axis)
+    x = torch.randn(1 << 12, 1 << 10, generator=torch.Generator().manual_seed(1))  # 16 are to be expected
+    same(lowp.quantize(x, "nvfp4", "stochastic", seed=NOISE), block.quantize(x, lowp.format("nvfp4"), "stochastic", NOISE, False, -1, True))
+
+
+def test_what_is_in_doubt_is_settled_by_the_integers(monkeypatch):
+    """All of it is in doubt here, and what few operations find is wrong: a kernel of its own, in a state of its own."""
+    monkeypatch.setattr(kernels, "_state", kernels._KernelState(policy="always"))
+    drawn = block_draws.drawn
+
+    def wrong(*arguments):
+        element, unsure = drawn(*arguments)
+        return element * 0.0 + 1.0, (unsure | ~unsure)
+
+    fmt = lowp.format("nvfp4")
+    with patch.object(block_draws, "drawn", wrong):
+        for dtype in (torch.float32, torch.bfloat16):
+            check_stochastic(numbers().to(dtype), fmt, False, "raise", NOISE)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_what_is_sure_is_right(fmt):
+    """In plain operations, a block in each row: where `drawn` is sure, and `settled` everywhere."""
+    assert block_draws.suits(fmt)
+    key = key_tensor(NOISE, 0, torch.device("cpu"))
+    usual = torch.randn(1 << 14, generator=torch.Generator().manual_seed(2))
+    for x in (usual, *(numbers().to(dtype) for dtype in DTYPES)):
+        rows = x[: len(x) // fmt.size * fmt.size].view(-1, fmt.size)
+        program = block_program(fmt, "nearest", True, "zero")
+        magnitude = rows.float().view(torch.int32) & 0x7FFFFFFF
+        finite = torch.where(magnitude < 0x7F800000, magnitude, 0).to(torch.int32)
+        whole = (program.tensor_scale(finite.amax().view(torch.float32)),) if fmt.tensor_scale else ()
+        scale = program.scale(finite.amax(1, keepdim=True).view(torch.float32), *whole)
+        element, unsure = block_draws.drawn(program, rows, key, *block_draws.inverse(program, scale, *whole))
+        poisoned = program.is_poisoned(magnitude.amax(1, keepdim=True)) & program.can_poison
+        wanted = block.quantize(rows, fmt, "stochastic", NOISE, True, -1, False)
+        found = program.value_of(rows, element, program.unit(scale, *whole))
+        settled = block_draws.settled(program, "quantize", rows, scale, whole, key).view(x.dtype)
+        for each, known in ((found, ~unsure), (settled, torch.ones_like(unsure))):
+            same(torch.where(known & ~poisoned, each, wanted), wanted)
+        assert x is not usual or unsure.float().mean() < 0.01

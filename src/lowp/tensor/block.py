@@ -8,10 +8,11 @@ What is not finite stays visible. An infinity stays one where elements have infi
 NaN where elements have one; else the scale's, and then the whole block is NaN; where neither has one, `quantize` returns NaN
 for that number alone, and `encode` refuses it or does what `nan=` says (its docstring has the table).
 
-Here all of this is done in integers, on the bits of float64 (exact.py). Power-of-two scales are added to exponents. Other
-quotients are cut off, and a last bit says so: rounded to an element, or to a scale, they give what the exact quotient gives.
-Eager calls have a kernel where there is one (block_kernels.py): most formats, to nearest, in up to 32 bits. The rest, small
-tensors before it pays to compile, and whatever a compiler or a transform has to see, is computed with what is here.
+Here all of this is done in integers, on the bits of float64 (exact.py, block_integers.py). Power-of-two scales are added to
+exponents. Other quotients are cut off, and a last bit says so: rounded to an element, or to a scale, they give what the exact
+quotient gives. Eager calls have a kernel where there is one (block_kernels.py): most formats, to nearest and stochastically,
+in up to 32 bits. The rest, small tensors before it pays to compile, and whatever a compiler or a transform has to see, is
+computed with what is here.
 """
 
 from collections.abc import Callable
@@ -25,16 +26,10 @@ from lowp.formats import BlockFormat, Format
 from lowp.formats.block import TENSOR_SCALE_BITS, significant_bits
 from lowp.formats.floats import FP32
 from lowp.tensor import block_kernels
+from lowp.tensor.block_integers import code_of, narrow, unit_of, unit_width, value_of
 from lowp.tensor.carrier import CARRIERS, F64, exponent_below
-from lowp.tensor.core import (
-    code_dtype,
-    code_storage,
-    convert,
-    decode_operation,
-    encode_operation,
-    quantize_operation,
-)
-from lowp.tensor.exact import FRACTION, LEADING, ONE, divide, multiply, multiply_any, widen
+from lowp.tensor.core import code_dtype, code_storage, decode_operation, encode_operation, quantize_operation
+from lowp.tensor.exact import FRACTION, divide, multiply, multiply_any, widen
 from lowp.tensor.inline import apply_inline as _apply
 from lowp.tensor.interchange import PAIRS, as_codes
 from lowp.tensor.noise import Noise
@@ -106,7 +101,7 @@ class _Cut:
 def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool, axis: int, eager: bool) -> Tensor:
     """Round to the format, in x's dtype. `eager`: nobody has to see the operations, kernels and pieces of x will do."""
     _Cut.of(x.shape, axis, fmt.size)
-    if eager and rounding == "nearest" and (done := block_kernels.quantize(x, fmt, saturate, axis)) is not None:
+    if eager and (done := block_kernels.quantize(x, fmt, rounding, noise, saturate, axis)) is not None:
         return done
     operation = quantize_operation(fmt.element, torch.float64, rounding, saturate, torch.float64)
     tensor_scale = _tensor_scale(x, fmt)
@@ -114,12 +109,11 @@ def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, sa
     def rounded(piece: Tensor, noise: Noise | None) -> tuple[Tensor]:
         cut = _Cut.of(piece.shape, axis, fmt.size)
         scales, poisoned = _scales(piece, tensor_scale, fmt, cut, saturate)
-        unit = _unit(scales, tensor_scale, fmt)
-        elements = _apply(operation, _in_units(cut.split(widen(piece)), cut.spread(unit), fmt, saturate), noise)
-        values = _times(elements, cut.spread(unit), fmt)
+        unit = cut.spread(unit_of(scales, tensor_scale, fmt))
+        values = value_of(cut.split(piece), unit, fmt, saturate, lambda bits: _apply(operation, bits, noise))
         if poisoned is not None:
             values = torch.where(cut.spread(poisoned), torch.full_like(values, F64.nan), values)
-        return (_narrow(values, x.dtype).reshape(piece.shape),)
+        return (narrow(values, x.dtype).reshape(piece.shape),)
 
     return _in_pieces(rounded, (x.reshape(x.shape or (1,)),), noise, fmt, axis, eager)[0].reshape(x.shape)
 
@@ -137,7 +131,7 @@ def encode(
 ) -> BlockCodes:
     """Codes of elements (of x's shape, or packed along the axis) and of scales (one a block)."""
     _Cut.of(x.shape, axis, fmt.size)
-    if eager and rounding == "nearest" and (found := block_kernels.encode(x, fmt, saturate, nan, packed, axis)) is not None:
+    if eager and (found := block_kernels.encode(x, fmt, rounding, noise, saturate, nan, packed, axis)) is not None:
         return BlockCodes(*found)
     operation = encode_operation(fmt.element, torch.float64, rounding, saturate, "zero" if nan == "raise" else nan)
     tensor_scale = _tensor_scale(x, fmt)
@@ -145,8 +139,8 @@ def encode(
     def codes(piece: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         cut = _Cut.of(piece.shape, axis, fmt.size)
         scales, poisoned = _scales(piece, tensor_scale, fmt, cut, saturate)
-        unit = cut.spread(_unit(scales, tensor_scale, fmt))
-        elements = _apply(operation, _in_units(cut.split(widen(piece)), unit, fmt, saturate), noise)
+        unit = cut.spread(unit_of(scales, tensor_scale, fmt))
+        elements = code_of(cut.split(piece), unit, fmt, saturate, lambda bits: _apply(operation, bits, noise))
         if poisoned is not None and nan == "raise":
             scales = torch.where(poisoned, torch.full_like(scales, F64.nan), scales)
         return elements.view(code_dtype(fmt.element)).reshape(piece.shape), _scale_codes(scales, fmt).view(
@@ -157,7 +151,7 @@ def encode(
     elements = elements.reshape(x.shape)
     if packed and fmt.element.bits < 8:
         elements = pack_codes(elements.movedim(axis, -1), fmt.element).movedim(-1, axis)
-    return BlockCodes(elements, scales, None if tensor_scale is None else _narrow(tensor_scale, torch.float32))
+    return BlockCodes(elements, scales, None if tensor_scale is None else narrow(tensor_scale, torch.float32))
 
 
 def _in_pieces(
@@ -223,8 +217,8 @@ def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | 
         if whole is not None:
             unit = multiply_any(unit, whole, significant_bits(fmt.scale), TENSOR_SCALE_BITS)
         numbers = cut.split(_decoded(elements, fmt.element))
-        numbers = multiply_any(numbers, cut.spread(unit), significant_bits(fmt.element), _unit_width(fmt))
-        return (_narrow(numbers, dtype).reshape(elements.shape),)
+        numbers = multiply_any(numbers, cut.spread(unit), significant_bits(fmt.element), unit_width(fmt))
+        return (narrow(numbers, dtype).reshape(elements.shape),)
 
     return _in_pieces(values, (elements.reshape(cut.shape), scales), None, fmt, axis, eager)[0].reshape(elements.shape)
 
@@ -236,11 +230,6 @@ def _decoded(codes: Tensor, fmt: Format) -> Tensor:
 def _rounded(bits: Tensor, fmt: Format) -> Tensor:
     """To nearest, saturating."""
     return _apply(quantize_operation(fmt, torch.float64, "nearest", True, torch.float64), bits, None)
-
-
-def _narrow(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    target = CARRIERS[dtype]
-    return target.store(convert(bits, F64, target)).view(dtype)
 
 
 def _tensor_scale(x: Tensor, fmt: BlockFormat) -> Tensor | None:
@@ -304,41 +293,3 @@ def _scale_codes(scales: Tensor, fmt: BlockFormat) -> Tensor:
     if fmt.scale.nan_code is not None:
         codes = torch.where(scales > F64.infinity, torch.full_like(codes, fmt.scale.nan_code), codes)
     return codes.to(code_storage(fmt.scale))
-
-
-def _unit(scales: Tensor, tensor_scale: Tensor | None, fmt: BlockFormat) -> Tensor:
-    """What the elements of each block count in."""
-    return scales if tensor_scale is None else multiply(scales, tensor_scale, significant_bits(fmt.scale), TENSOR_SCALE_BITS)
-
-
-def _unit_width(fmt: BlockFormat) -> int:
-    return significant_bits(fmt.scale) + TENSOR_SCALE_BITS * fmt.tensor_scale
-
-
-def _times(elements: Tensor, unit: Tensor, fmt: BlockFormat) -> Tensor:
-    return multiply(elements, unit, significant_bits(fmt.element), _unit_width(fmt))
-
-
-def _in_units(bits: Tensor, unit: Tensor, fmt: BlockFormat, saturate: bool) -> Tensor:
-    """Elements in units of their scale; finite ones clamped to the range, so that rounding cannot lead out of it.
-
-    A quotient below float64's normal numbers becomes its smallest, not zero: rounding up must see it. An infinity that elements
-    have neither an infinity nor a NaN for is made NaN here, unless it saturates.
-    """
-    lowest, highest = (bits_of_number(abs(end), F64) for end in (fmt.element.min, fmt.element.max))
-    magnitude = bits & F64.magnitude
-    limit: int | Tensor = highest
-    if lowest != highest and fmt.element.min < 0:
-        limit = torch.where(bits < 0, torch.full_like(bits, lowest), torch.full_like(bits, highest))
-    if fmt.power_of_two_scale:
-        shift = unit - ONE
-        inside = (torch.minimum(magnitude, limit + shift) - shift).clamp(min=LEADING)  # the limit first: nothing overflows
-        inside = torch.where(magnitude == 0, magnitude, inside)
-    else:
-        inside = divide(magnitude, unit, _unit_width(fmt))
-        inside = inside.clamp(max=limit) if isinstance(limit, int) else torch.minimum(inside, limit)
-    inside = inside | (bits & F64.sign)
-    if fmt.element.min >= 0:
-        inside = torch.where((bits < 0) & (magnitude > 0), torch.full_like(bits, lowest), inside)
-    lost = not (fmt.element.has_inf or fmt.element.has_nan or saturate)
-    return torch.where(magnitude >= F64.infinity, bits | F64.nan if lost else bits, inside)

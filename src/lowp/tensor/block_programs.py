@@ -162,10 +162,14 @@ class BlockProgram:
     def code(self, x: Tensor, inverse: Tensor) -> Tensor:
         """float32, float16 or bfloat16 -> int32: the codes of elements (of `element.bits` bits)."""
         number = self._nearest(x, inverse) if self._rounds_numbers else x.to(torch.float32) * inverse
-        if self.nan == "any" and self.saturate:
-            return grids.encode(number.view(torch.int32), self.element_grid, None, "any")
         if not self._rounds_numbers and not self.saturate:
             number = number.clamp(self.fmt.element.min, self.fmt.element.max)
+        return self.code_of(x, number)
+
+    def code_of(self, x: Tensor, number: Tensor) -> Tensor:
+        """The codes of x, given its finite elements as float32 numbers (which are rounded to nearest here)."""
+        if self.nan == "any" and self.saturate:
+            return grids.encode(number.view(torch.int32), self.element_grid, None, "any")
         own, bits = CARRIERS[x.dtype], _bits(x)
         magnitude, sign = bits & own.magnitude, bits & _SIGN
         # What is not finite comes from x's own bits: a GPU's product or conversion would lose NaN's sign.
@@ -190,21 +194,27 @@ class BlockProgram:
             return grids.decode(code, self.number_grid).view(torch.float32)
         anchor = math.ldexp(1.5, F64.fraction_bits + _snap_step(self.fmt))  # type: ignore[operator]  # it has one
         snapped = (x.abs().to(torch.float64) * inverse + anchor) - anchor
-        number = grids.nearest_in_floats(snapped, self.number_grid).to(torch.float32)
+        return self.signed(grids.nearest_in_floats(snapped, self.number_grid).to(torch.float32), x)
+
+    def signed(self, magnitude: Tensor, x: Tensor) -> Tensor:
+        """Magnitudes of elements with the signs of x (float32 both)."""
         sign = x.view(torch.int32) & F32.sign
         if not self.fmt.element.has_negative_zero:
-            sign = torch.where(number == 0, torch.zeros_like(sign), sign)
-        return (number.view(torch.int32) | sign).view(torch.float32)
+            sign = torch.where(magnitude == 0, torch.zeros_like(sign), sign)
+        return (magnitude.view(torch.int32) | sign).view(torch.float32)
 
     def rounded(self, x: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
         """float32, float16 or bfloat16 -> the same: what `quantize` returns, in a block that is not poisoned."""
+        return self.value_of(x, self._nearest(x, inverse), unit)
+
+    def value_of(self, x: Tensor, element: Tensor, unit: Tensor) -> Tensor:
+        """`rounded`, given the finite elements as float32 numbers with the sign of x."""
         own, bits = CARRIERS[x.dtype], _bits(x)
-        nearest = self._nearest(x, inverse)
         if x.dtype == torch.bfloat16 and self.fmt.power_of_two_scale and significant_bits(self.fmt.element) <= 8:
             # A number of bfloat16: it has few bits, and where the grid is finer than bfloat16's smallest number it is x.
-            value = (nearest * unit).view(torch.int32) >> 16
+            value = (element * unit).view(torch.int32) >> 16
         else:
-            value = _bits(self._product(nearest, unit, x.dtype))
+            value = _bits(self._product(element, unit, x.dtype))
         magnitude, sign = bits & own.magnitude, bits & own.sign
         special = sign | own.nan
         if self.fmt.element.has_inf and not self.saturate:

@@ -2,7 +2,7 @@
 
 A stage is a traced function of stored bits: of a tensor (`tensor_scale_of`), of each block (`block_scale_of`, `unit_of`) or of
 each element (`element_of`, `value_of`). The loops around them are printed in C++ (lists/blocks.py) or in Triton
-(lists/triton_blocks.py).
+(lists/triton_blocks.py). Stochastic rounding has one more: `settled` is for elements that `element_of` is in doubt about.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,21 +12,24 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lowp.tensor import block_steps
+from lowp.tensor import block_draws, block_steps
 from lowp.tensor.block_programs import BlockProgram
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import code_storage
-from lowp.tensor.lists.tracing import Element, Program, trace
+from lowp.tensor.lists.tracing import Element, Program, shortcut, trace
+from lowp.tensor.noise import KEY_SIZE
 
 
 @dataclass(frozen=True, eq=False)
 class BlockOperation:
-    """One kernel: "quantize", "encode" or "decode" by a program, of numbers of `dtype`; are codes of elements packed?"""
+    """One kernel: "quantize", "encode" or "decode" by a program, of numbers of `dtype`; are codes of elements packed, and is
+    rounding stochastic?"""
 
     kind: str
     program: BlockProgram
     dtype: torch.dtype
     packed: bool = False
+    stochastic: bool = False
 
     @property
     def storage(self) -> torch.dtype:
@@ -43,17 +46,21 @@ class BlockOperation:
     def stages(self, device: torch.device) -> dict[str, Program]:
         """The functions, traced for a device."""
 
-        def stage(function: Callable[..., Sequence[Tensor]], *dtypes: torch.dtype) -> Program:
+        def stage(function: Callable[..., Sequence[Tensor]], *dtypes: torch.dtype, keys: int = 0) -> Program:
             def call(*arguments: Tensor) -> Sequence[Tensor]:
-                return function(*arguments[: len(dtypes)])
+                return function(*arguments[: len(dtypes) + (keys > 0)])  # the key behind the others
 
-            return trace(call, [Element(dtype) for dtype in dtypes], 0, 0, [], device)
+            return trace(call, [Element(dtype) for dtype in dtypes], keys, 0, [], device)
 
         whole = [torch.float32] * self.program.fmt.tensor_scale
         # Numbers in units that are powers of two take fewer operations as floats, unless codes are made of them.
         narrow = self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and self.kind == "decode")
         in_floats = self.program.fmt.power_of_two_scale and not narrow and self.kind != "encode"
+        to_float32 = self.kind == "decode" and self.dtype == torch.float32 and device.type == "cpu"
+        by_products = to_float32 and bool(whole) and self.program.exact_in_float32
         by_steps = device.type == "cpu" and block_steps.suits(self.program.fmt) and not in_floats
+        if self.stochastic:
+            return self._stochastic_stages(stage, whole, by_steps and not self.program.fmt.power_of_two_scale)
         carry, element, value = (
             (self._steps, self._element_by_steps, self._value_by_steps)
             if by_steps
@@ -65,9 +72,12 @@ class BlockOperation:
             return [marked, poisoned, *carry(code, *arguments[2:])]
 
         def unit_of(code: Tensor, *whole: Tensor) -> list[Tensor]:
+            if by_products:
+                return [self.program.scale_value(code.to(torch.int32)), *whole]
             return carry(code.to(torch.int32), *whole)
 
         if self.kind == "decode":
+            value = self._value_by_products if by_products else value
             of_blocks = stage(unit_of, self.scale_storage, *whole)
             return {
                 "unit_of": of_blocks,
@@ -82,6 +92,44 @@ class BlockOperation:
             found["tensor_scale_of"] = stage(self._tensor_scale_of, torch.int32)
         return found
 
+    def _stochastic_stages(self, stage: Callable[..., Program], whole: list[torch.dtype], by_steps: bool) -> dict[str, Program]:
+        """The code of the block's scale is carried first: for those that are in doubt."""
+        program, few = self.program, self.kind == "quantize" and by_steps
+        units = int(self.kind == "quantize" and not few)
+
+        def block_scale_of(*arguments: Tensor) -> list[Tensor]:
+            marked, poisoned, code = self._scale_of(*arguments)
+            carried = [program.unit(code, *arguments[2:])] if units else []
+            if few:
+                carried = block_steps.multiples(program.fmt, program.scale_value(code), arguments[2:], self.dtype)
+            return [marked, poisoned, code, *carried, *block_draws.inverse(program, code, *arguments[2:])]
+
+        def element_of(stored: Tensor, *carried: Tensor) -> list[Tensor]:
+            *carried, key = carried
+            x, inverses = stored.view(self.dtype), 1 if program.fmt.power_of_two_scale else 2
+            element, unsure = block_draws.drawn(program, x, key, *carried[len(carried) - inverses :])
+            if few:
+                result = block_steps.value_of(program, x, element, carried[: len(carried) - inverses]).view(self.storage)
+            elif self.kind == "quantize":
+                result = program.value_of(x, element, carried[0]).view(self.storage)
+            else:
+                result = program.code_of(x, element).to(self.element_storage)
+            return [result, unsure]
+
+        def settled(stored: Tensor, code: Tensor, *more: Tensor) -> list[Tensor]:
+            *own, key = more
+            return [block_draws.settled(program, self.kind, stored.view(self.dtype), code, own, key)]
+
+        of_blocks = stage(block_scale_of, torch.int32, torch.int32, *whole)
+        found = {
+            "block_scale_of": of_blocks,
+            "element_of": stage(element_of, self.storage, *(v.dtype for v in of_blocks.results[3:]), keys=KEY_SIZE),
+            "settled": stage(settled, self.storage, torch.int32, *whole, keys=KEY_SIZE),
+        }
+        if whole:
+            found["tensor_scale_of"] = stage(self._tensor_scale_of, torch.int32)
+        return found
+
     def _as_float32(self, magnitude: Tensor) -> Tensor:
         """Magnitudes whose bits in `dtype` are given in int32."""
         return CARRIERS[self.dtype].store(magnitude).view(self.dtype).to(torch.float32)
@@ -92,8 +140,16 @@ class BlockOperation:
     def _scale_of(self, finite: Tensor, largest: Tensor, *whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Stored code of the scale, whether the block is all NaN, and the code as if it were not, from a block's largest finite
         magnitude and its largest magnitude of all."""
-        program = self.program
-        code = program.scale(self._as_float32(finite), *whole)
+        program, size = self.program, self._as_float32(finite)
+        if self.lowest_whole is None:
+            code = program.scale(size, *whole)
+        else:  # quotients in float64, of which C++ is slow to make vectors, for those that float32 leaves in doubt
+            code = shortcut(
+                lambda: program.scale_about(size, *whole)[0],
+                lambda: program.scale(size, *whole),
+                lambda: program.scale_about(size, *whole)[1],
+                finite,
+            )
         poisoned = torch.zeros_like(code, dtype=torch.bool)
         if program.can_poison:
             poisoned = program.is_poisoned(self._as_float32(largest).view(torch.int32))
@@ -113,6 +169,9 @@ class BlockOperation:
 
     def _value_of(self, code: Tensor, unit: Tensor) -> list[Tensor]:
         return [self.program.value(code.to(torch.int32), unit, self.dtype).view(self.storage)]
+
+    def _value_by_products(self, code: Tensor, scale: Tensor, whole: Tensor) -> list[Tensor]:
+        return [self.program.value(code.to(torch.int32), scale, self.dtype, whole).view(self.storage)]
 
     def _steps(self, code: Tensor, *whole: Tensor) -> list[Tensor]:
         fmt, scale = self.program.fmt, self.program.scale_value(code)
@@ -134,12 +193,15 @@ class BlockOperation:
     @property
     def lowest_whole(self) -> float | None:
         """On a CPU: the least scale of a tensor that the kernel is exact with; None: any."""
-        fmt, rounds_once = self.program.fmt, self.kind == "decode" and self.dtype == torch.float32
+        fmt = self.program.fmt
+        rounds_once = self.kind == "decode" and self.dtype == torch.float32
         limited = fmt.tensor_scale and block_steps.suits(fmt) and not rounds_once
         return block_steps.lowest_whole(fmt) if limited else None
 
 
 @lru_cache(maxsize=1024)
-def block_operation(kind: str, program: BlockProgram, dtype: torch.dtype, packed: bool = False) -> BlockOperation:
+def block_operation(
+    kind: str, program: BlockProgram, dtype: torch.dtype, packed: bool = False, stochastic: bool = False
+) -> BlockOperation:
     """The same object for the same arguments, by which its kernel is found."""
-    return BlockOperation(kind, program, dtype, packed)
+    return BlockOperation(kind, program, dtype, packed, stochastic)

@@ -19,6 +19,7 @@ from lowp.formats.block import significant_bits
 from lowp.formats.floats import FloatFormat
 from lowp.tensor.block_programs import BlockProgram
 from lowp.tensor.carrier import CARRIERS, F32, exponent_below
+from lowp.tensor.table import bits_of_number
 
 _HALF = 12  # bits of float32's 24
 
@@ -124,16 +125,30 @@ def code(program: BlockProgram, x: Tensor, steps: Sequence[Tensor]) -> Tensor:
 
 def rounded(program: BlockProgram, x: Tensor, steps: Sequence[Tensor], multiples: Sequence[Tensor]) -> Tensor:
     """What `quantize` returns, in a block that is not poisoned."""
-    own, stored = CARRIERS[x.dtype], x.view(CARRIERS[x.dtype].storage)
-    magnitude = stored & own.magnitude
-    value = _chosen(magnitude, steps, multiples)
+    return _with_sign(program, x, _chosen(_magnitude(x), steps, multiples))
+
+
+def value_of(program: BlockProgram, x: Tensor, element: Tensor, multiples: Sequence[Tensor]) -> Tensor:
+    """The same, given the finite elements as float32 numbers with the sign of x: their magnitudes select a multiple."""
+    size = element.view(torch.int32) & F32.magnitude
+    rank = [torch.full_like(size, bits_of_number(number, F32) - 1) for number in _magnitudes(program.fmt)[1:]]
+    return _with_sign(program, x, _chosen(size, rank, multiples))
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    own = CARRIERS[x.dtype]
+    return x.view(own.storage) & own.magnitude
+
+
+def _with_sign(program: BlockProgram, x: Tensor, value: Tensor) -> Tensor:
+    own, stored, magnitude = CARRIERS[x.dtype], x.view(CARRIERS[x.dtype].storage), _magnitude(x)
     nan = magnitude > own.infinity if program.saturate else magnitude >= own.infinity
     return (torch.where(nan, torch.full_like(stored, own.nan), value) | (stored & own.sign)).view(x.dtype)
 
 
 def _chosen(magnitude: Tensor, steps: Sequence[Tensor], results: Sequence[Tensor]) -> Tensor:
     """The result of the last step that a magnitude exceeds; zero if none."""
-    chosen = torch.zeros_like(magnitude)
+    chosen = torch.zeros_like(results[0])
     for step, result in zip(steps, results, strict=True):
         chosen = torch.where(magnitude > step, result, chosen)
     return chosen

@@ -341,7 +341,7 @@ def encode_about(bits: Tensor, g: Grid) -> tuple[Tensor, Tensor]:
     large, below = _large(magnitude, g)
     number, anchor = magnitude.view(c.dtype), large.view(c.dtype)
     low, high = ((number * factor + anchor).view(c.storage) for factor in (1 - 2.0**-18, 1 + 2.0**-18))
-    return (high - large + below) | (_sign_of(bits) & (1 << (g.bits - 1))), low != high
+    return (high - large + below) | (_sign_of(bits) & (1 << (g.bits - 1))), high > low
 
 
 def _in_steps(magnitude: Tensor, g: Grid) -> tuple[Tensor, Tensor]:

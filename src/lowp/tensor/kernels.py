@@ -44,10 +44,10 @@ from lowp.tensor.core import (
 )
 from lowp.tensor.lists.cache import UnsafeCache
 from lowp.tensor.memory import flat_memory, in_large_pages
-from lowp.tensor.noise import KEY_SIZE, Noise, blocks, in_one_block, key_numbers, key_tensor
+from lowp.tensor.noise import KEY_SIZE, Domain, Noise, begun, blocks, in_one_block, key_tensor
 
 _CPU = torch.device("cpu")
-_Key = ctypes.c_int32 * KEY_SIZE
+_USER = Domain.USER  # for which nothing has begun
 # Found once: each dot is a look-up of 20 nanoseconds.
 _is_wrapped = compat.is_functorch_wrapped_tensor
 _modes = compat.dispatch_mode_count
@@ -147,10 +147,10 @@ def run(
             target.copy_(operation(source, tables, key))
 
 
-def run_ready(call: tuple[Any, ...], x: Any, out: Any, noise: Noise | None = None) -> Tensor | None:
+def run_ready(call: tuple[Any, ...], x: Any, out: Any, seed: int | Noise | None = None) -> Tensor | None:
     """The result of a call that was made before on other data; None: it must be made in full.
 
-    `call` holds the arguments but x, out and the noise. They were checked in the call that `remember` recorded, so what is left
+    `call` holds the arguments but x, out and the seed. They were checked in the call that `remember` recorded, so what is left
     to look at are the tensors, and whether somebody must see every operation. The result of such a call needs no gradient: that
     x requires one makes no difference.
     """
@@ -168,17 +168,14 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, noise: Noise | None = Non
     ):
         return None
     try:
-        kernel = _state.ready.get((call, x.dtype, None if out is None else out.dtype, noise is None))
+        kernel = _state.ready.get((call, x.dtype, None if out is None else out.dtype, seed is None))
     except (TypeError, AttributeError):  # a format that is no name, an `out` that is no tensor: checked in full
         return None
     if kernel is None:
         return None
-    count, key = x.numel(), None
-    if noise is not None:
-        numbers = key_numbers(noise, 0)
-        if numbers is None or not in_one_block(noise, count):
-            return None
-        key = _Key(*numbers)
+    count, numbers = x.numel(), None
+    if seed is not None and (numbers := _numbers_of(seed, count)) is None:
+        return None
     if out is None:
         result = torch.empty_like(x) if kernel.dtype is x.dtype else torch.empty_like(x, dtype=kernel.dtype)
         target = in_large_pages(result).data_ptr()
@@ -191,11 +188,29 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, noise: Noise | None = Non
         apart = source + count * x.itemsize <= target or target + count * out.itemsize <= source
         if not apart and (source != target or out.dtype is not x.dtype):
             return None
-    if kernel.run(x.data_ptr(), target, key, None, *kernel.tables, count, _threads()):
+    try:
+        if numbers is None:
+            refused = kernel.run(x.data_ptr(), target, None, None, *kernel.tables, count, _threads())
+        else:
+            refused = kernel.run_drawn(x.data_ptr(), target, *numbers, *kernel.tables, count, _threads())
+    except ctypes.ArgumentError:  # a seed or a step that is a tensor
+        return None
+    if refused:
         return None  # with an error
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return result
+
+
+def _numbers_of(seed: Any, count: int) -> tuple[Any, ...] | None:
+    """What the key of the noise is made of, as `run_drawn` takes it; None where it must be looked at in full."""
+    if type(seed) is int:
+        return (0, seed, 0, 0, 0) if -(1 << 63) <= seed < 1 << 64 and count <= MAX_ELEMENTS else None
+    offset = seed.offset  # of a Noise, whose numbers have up to 64 bits
+    if offset >= 1 << 62 or not in_one_block(seed, count):
+        return None
+    domain = seed.domain
+    return 0 if domain is _USER else begun(int(domain)), seed.seed, seed.step, seed.stream, offset
 
 
 def remember(call: tuple[Any, ...], operation: Operation, x: Tensor, out: Tensor | None, noise: Noise | None) -> None:
@@ -302,7 +317,7 @@ class _CppKernel:
         self._tables = tables_on(operation, _CPU)  # kept: the kernel knows their addresses
         words = range(KEY_SIZE - 1) if keys else ()  # of a key; its last number is an index
         self._call = flat.build(function, [source], target, keys, int(scaled), self._tables, exact, words)
-        self.run = self._call.run
+        self.run, self.run_drawn = self._call.run, self._call.run_drawn
         self.tables = [table.data_ptr() for table in self._tables]
         # of the result, as users see it
         self.dtype = (

@@ -167,8 +167,23 @@ def _absorb(state: list[Word], words: Sequence[Word]) -> list[Word]:
 
 def key_columns(domain: Domain, seed: Sequence[Word], step: Sequence[Word], streams: Tensor, firsts: Tensor) -> list[Tensor]:
     """`key_tensor` for many tensors at once, from the words of seed and step, their streams and their first indices (int64)."""
+    return _key_after(_absorb(_absorb(_begin(domain), seed), step), streams, firsts)
+
+
+def key_of_numbers(begun: Tensor, seed: Tensor, step: Tensor, stream: Tensor, first: Tensor) -> list[Tensor]:
+    """`key_numbers` of a noise's numbers (int64, as words side by side) and of `begun(domain)`: what C++ is printed from."""
+    return _key_after(_absorb(_absorb(words_of(begun), words_of(seed)), words_of(step)), stream, first)
+
+
+@lru_cache(maxsize=64)
+def begun(domain: int) -> int:
+    """The state before anything else is absorbed, in 64 bits."""
+    return sum(word << shift for word, shift in zip(_begin(domain), (0, 16, 32, 48), strict=True))  # type: ignore[misc]
+
+
+def _key_after(state: list[Word], streams: Tensor, firsts: Tensor) -> list[Tensor]:
     block, low = firsts >> 30, firsts & (_INDICES - 1)
-    state = _absorb(_absorb(_absorb(_begin(domain), seed), step), words_of(streams))
+    state = _absorb(state, words_of(streams))
     later = _absorb(state, words_of(block))
     key: list[Word] = [torch.where(block == 0, early, late) for early, late in zip(state, later, strict=True)]
     return [word.to(torch.int32) for word in _round_keys(key, low)]  # type: ignore[union-attr]  # tensors all

@@ -189,7 +189,7 @@ def _ready(call: tuple, x: Any, out: Any, seed: Any, axis: Any) -> Tensor | None
     """The result, where a call like this was made before and only the data are others."""
     if type(axis) is not int or axis != -1 or not (seed is None or type(seed) is int or type(seed) is Noise):
         return None
-    return kernels.run_ready(call, x, out, seed if seed is None or isinstance(seed, Noise) else Noise(seed))
+    return kernels.run_ready(call, x, out, seed)
 
 
 def _check(x: Tensor, format: Any, rounding: str, seed: Seed | None, name: str) -> tuple[AnyFormat, Noise | None]:

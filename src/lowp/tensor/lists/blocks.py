@@ -7,6 +7,7 @@ a vector has numbers are worked on together:
 2. scales and units of all of them, one number of a vector for each block;
 3. the elements of one block after the other, whose second reading finds them in the cache.
 
+Stochastic rounding is sure of most elements; those that it is in doubt about are settled one by one, in integers.
 Codes of less than 8 bits may be packed on the way (`lowp.pack`'s order), eight at a time: one instruction gathers the low bits
 of eight bytes. Formats with a scale for the whole tensor look at all numbers first.
 """
@@ -19,15 +20,37 @@ import torch
 from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import cpp
-from lowp.tensor.lists.preamble import preamble
-from lowp.tensor.lists.tracing import Program, Value
-from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
+from lowp.tensor.lists.preamble import SINGLES, preamble
+from lowp.tensor.lists.tracing import Program, Value, in_words
+from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, SinglePrinter
+from lowp.tensor.noise import KEY_SIZE
 from lowp.tensor.packing import group
 
 _CHUNK = 1 << 12  # elements, about
 _WORTH_THREADS = 1 << 15  # elements
 
 _HELPERS = r"""
+template <class V> INLINE V spread(const V& of_blocks, long b) { return splat<V>(of_blocks[b]); }  // the number of block b
+template <class V> INLINE i32 largest_of_each(const V* tops) {  // of numbers that are not negative
+    i32 most; for (int b = 0; b < LANES; b++) most[b] = largest_of(tops[b]); return most; }
+#if defined(AVX512_32)
+// Left to itself, GCC 12 takes the number through a general register: one more instruction, for a unit that has much to do.
+INLINE i32 spread(const i32& of_blocks, long b) {
+    i32 r; asm("vpbroadcastd %1, %0" : "=v"(r) : "m"(((const int32_t*)&of_blocks)[b])); return r; }
+INLINE f32 spread(const f32& of_blocks, long b) {
+    f32 r; asm("vbroadcastss %1, %0" : "=v"(r) : "m"(((const float*)&of_blocks)[b])); return r; }
+// Each step makes one vector of two, which holds half as many numbers of each block: 45 instructions instead of 160.
+#define HALVES(f, g, a, b) larger((i32)f((__m512i)a, (__m512i)b), (i32)g((__m512i)a, (__m512i)b))
+INLINE __m512i even_quarters(__m512i a, __m512i b) { return _mm512_shuffle_i32x4(a, b, 0x88); }
+INLINE __m512i odd_quarters(__m512i a, __m512i b) { return _mm512_shuffle_i32x4(a, b, 0xDD); }
+INLINE i32 largest_of_each(const i32* tops) {
+    i32 t[8];
+    for (int i = 0; i < 8; i++) t[i] = HALVES(_mm512_unpacklo_epi32, _mm512_unpackhi_epi32, tops[2 * i], tops[2 * i + 1]);
+    for (int i = 0; i < 4; i++) t[i] = HALVES(_mm512_unpacklo_epi64, _mm512_unpackhi_epi64, t[2 * i], t[2 * i + 1]);
+    for (int i = 0; i < 2; i++) t[i] = HALVES(even_quarters, odd_quarters, t[2 * i], t[2 * i + 1]);
+    return HALVES(even_quarters, odd_quarters, t[0], t[1]);
+}
+#endif
 INLINE uint64_t low_bits(uint64_t bytes) {  // of eight bytes, one after the other
 #if defined(__BMI2__)
     return _pext_u64(bytes, ((1ull << BITS) - 1) * 0x0101010101010101ull);
@@ -90,7 +113,7 @@ def build(operation: BlockOperation) -> Callable[..., int]:
     return run
 
 
-_ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 3)
+_ARGUMENTS = (*[ctypes.c_void_p] * 5, *[ctypes.c_long] * 4)
 
 
 class _BlockSource:
@@ -100,27 +123,33 @@ class _BlockSource:
         self.operation = operation
         self.printer = Printer()
         self.stages = operation.stages(torch.device("cpu"))
+        if operation.stochastic:
+            self.stages["element_of"] = in_words(self.stages["element_of"], range(KEY_SIZE - 1))
         # What is done once a block may be in vectors that pass through memory.
         element = self.stages["value_of" if operation.kind == "decode" else "element_of"]
         wide = any(v.dtype.itemsize == 8 for v in (*element.elements, *(s.result for s in element.statements)))
         self.preamble = preamble(wide, group(operation.program.fmt.element.bits)[0] if operation.packed else 1)
 
     def text(self) -> str:
-        """`run(numbers, elements, scales, whole, rows, length, threads)`: addresses of x or of the result, of the elements' and
-        the scales' codes, and of the tensor's own scale; how many rows there are and how long they are. 0: nothing was done,
-        the tensor's scale is below `operation.lowest_whole` or not finite."""
+        """`run(numbers, elements, scales, whole, key, rows, length, apart, threads)`: addresses of x or of the result, of the
+        elements' and the scales' codes, of the tensor's own scale and of the noise's key; how many rows there are and how long
+        they are; how far neighbours in a row are apart in the order in which noise counts elements. 0: nothing was done, the
+        tensor's scale is below `operation.lowest_whole` or not finite."""
         fmt, number = self.operation.program.fmt, SCALARS[self.operation.storage]
         element, scale = SCALARS[self.operation.element_storage], SCALARS[self.operation.scale_storage]
-        stages = {name: self._stage(name, stage) for name, stage in self.stages.items()}
+        stages = {name: self._stage(name, stage) for name, stage in self.stages.items() if name != "settled"}
         # a register each, where they would be loaded again for every vector
         constants = [f"const auto constant{place} = ::constant{place};" for place in self.printer.constants.values()]
+        keys = self.stages["element_of"].numbers if self.operation.stochastic else {}
+        constants += [f"const {TYPES[v.dtype]} {v.name} = splat<{TYPES[v.dtype]}>(key[{place}]);" for place, v in keys.items()]
         body = self._decode() if self.operation.kind == "decode" else self._encode()
         whole = self._tensor_scale(stages.pop("tensor_scale_of", []))
         lines = [
             f"#define BITS {min(fmt.element.bits, 8)}",
             _HELPERS,
-            f'extern "C" int run({number}* numbers, {element}* elements, {scale}* scales, float* whole,',
-            "                    long rows, long length, long threads) {",
+            *self._settled(),
+            f'extern "C" int run({number}* numbers, {element}* elements, {scale}* scales, float* whole, const int32_t* key,',
+            "                    long rows, long length, long apart, long threads) {",
             f"    const long width = {fmt.size}, in_row = (length + width - 1) / width, blocks = rows * in_row;",
             f"    const long bytes_in_row = (length * {fmt.element.bits} + 7) / 8, even = length % width == 0;",
             f"    const bool parallel = threads > 1 && rows * length >= {_WORTH_THREADS};",
@@ -151,13 +180,54 @@ class _BlockSource:
         """A traced function as one of C++ that writes its results to its last arguments."""
         self.printer.begin()
         taken = [f"const {TYPES[v.dtype]} {v.name}" for v in program.elements]
+        taken += ["const i32 index"] if program.numbers else []
         given = [f"{TYPES[v.dtype]}& result{i}" for i, v in enumerate(program.results)]
         return [
             f"const auto {name} = [&]({', '.join((*taken, *given))}) __attribute__((always_inline)) {{",
-            *(f"    const {TYPES[s.result.dtype]} {s.result.name} = {self.printer.expression(s)};" for s in program.statements),
+            *("    " + line for line in cpp.lines_of(self.printer, [*program.statements], {v.name for v in program.results})),
             *(f"    result{i} = {v.name};" for i, v in enumerate(program.results)),
             "};",
         ]
+
+    def _settled(self) -> list[str]:
+        """The stage of that name, as a function of single numbers that writes its result to its last argument."""
+        if not self.operation.stochastic:
+            return []
+        program, printer = self.stages["settled"], SinglePrinter()
+        taken = ", ".join(f"const {TYPES[v.dtype]} {v.name}" for v in program.elements)
+        return [
+            SINGLES[0],
+            f"static __attribute__((noinline)) {TYPES[program.results[0].dtype]} settled({taken}, const i32 index, "
+            "const int32_t* key) {",
+            *(f"    const {TYPES[v.dtype]} {v.name} = key[{place}];" for place, v in program.numbers.items()),
+            *(f"    const {TYPES[s.result.dtype]} {s.result.name} = {printer.expression(s)};" for s in program.statements),
+            f"    return {program.results[0].name};",
+            "}",
+            SINGLES[1],
+        ]
+
+    def _element(self, load: str, kind: str, name: str) -> str:
+        """A vector of elements, as `name`."""
+        declared, passed, kept, taken = self._carried()
+        if not self.operation.stochastic:
+            return f"{kind} {name}; element_of({load}{taken}, {name});"
+        whole = ", tensor_scale[0]" if self._whole else ""
+        return (
+            f"const i32 index = splat<i32>((int32_t)at) + (splat<i32>((int32_t)e) + LANE_NUMBERS) * splat<i32>((int32_t)apart); "
+            f"const auto x = {load}; {kind} {name}; i32 unsure; element_of(x{taken}, index, {name}, unsure); "
+            "if (__builtin_expect(any_above(i32{}, unsure), 0)) "
+            f"for (long l = 0; l < n; l++) if (unsure[l]) {name}[l] = single::settled(x[l], of_code[b]{whole}, index[l], key);"
+        )
+
+    def _carried(self) -> tuple[list[str], str, list[str], str]:
+        """What elements get from their block: `_carried`, and what is kept for those that are in doubt."""
+        first = 3 if self.operation.stochastic else 2
+        declared, passed, kept, taken = _carried(self.stages["block_scale_of"].results[first:])
+        if not self.operation.stochastic:
+            return declared, passed, kept, taken
+        at = "const long row = (first + b) / in_row, column = (first + b) % in_row * width;"
+        kept += [f"    {at}", "    const long at = row / apart * length * apart + row % apart + column * apart;"]
+        return ["i32 of_code;", *declared], f", of_code{passed}", kept, taken
 
     def _tensor_scale(self, stage: list[str]) -> list[str]:
         """The tensor's own scale, found from all numbers (or given), as a vector."""
@@ -220,48 +290,54 @@ class _BlockSource:
         """quantize and encode: the largest numbers of blocks, their scales, their elements."""
         operation = self.operation
         own, kind = CARRIERS[operation.dtype], TYPES[operation.storage]
-        declared, passed, kept, taken = _carried(self.stages["block_scale_of"].results[2:])
+        declared, passed, kept, _ = self._carried()
         lines = [
-            "int32_t most[LANES] = {}, finite[LANES] = {};",
+            "i32 tops[LANES];",
             "for (long b = 0; b < count; b++) {",
             "    const auto numbers_of = numbers + begin(first + b);",
             "    const long stop = size(first + b);",
             f"    {kind} top = {{}};",
             *_over_block(f"top = larger(top, load<{kind}>(numbers_of + e, n) & {own.magnitude});"),
-            "    most[b] = finite[b] = largest_of(converted<i32>(top));",
-            f"    if (most[b] >= {own.infinity}) {{  // again, without what is not finite",
-            f"        top = {kind}{{}};",
+            "    tops[b] = converted<i32>(top);",
+            "}",
+            "for (long b = count; b < LANES; b++) tops[b] = i32{};",
+            "const i32 most = largest_of_each(tops);",
+            "i32 finite = most;",
+            f"if (__builtin_expect(any_above(most, splat<i32>({own.infinity - 1})), 0)) for (long b = 0; b < count; b++) {{",
+            "    // again, without what is not finite",
+            "    const auto numbers_of = numbers + begin(first + b);",
+            "    const long stop = size(first + b);",
+            f"    {kind} top = {{}};",
             *_over_block(
                 f"const {kind} size = load<{kind}>(numbers_of + e, n) & {own.magnitude}; "
                 f"top = larger(top, size < {own.infinity} ? size : {kind}{{}});"
             ),
-            "        finite[b] = largest_of(converted<i32>(top));",
-            "    }",
+            "    finite[b] = largest_of(converted<i32>(top));",
             "}",
+            "i32 poisoned;",
             *declared,
-            f"{{ i32 poisoned; {TYPES[operation.scale_storage]} codes;",
-            f"  block_scale_of(load<i32>(finite, LANES), load<i32>(most, LANES){self._whole}, codes, poisoned{passed});",
-            "  store(most, poisoned, LANES);",
+            f"{{ {TYPES[operation.scale_storage]} codes;",
+            f"  block_scale_of(finite, most{self._whole}, codes, poisoned{passed});",
             "  if (scales) store(scales + first, codes, count); }",
             "for (long b = 0; b < count; b++) {",
             "    const auto numbers_of = numbers + begin(first + b);",
             "    const long stop = size(first + b);",
             *kept,
         ]
-        load = f"load<{kind}>(numbers_of + e, n){taken}"
+        load = f"load<{kind}>(numbers_of + e, n)"
         if operation.kind == "quantize":
             lines += [
                 f"    auto target = ({SCALARS[operation.storage]}*)elements + begin(first + b);",
-                "    if (most[b]) {",
+                "    if (poisoned[b]) {",
                 *_over_block(f"store(target + e, splat<{kind}>({own.nan}), n);"),
                 "        continue;",
                 "    }",
-                *_over_block(f"{kind} result; element_of({load}, result); store(target + e, result, n);"),
+                *_over_block(f"{self._element(load, kind, 'result')} store(target + e, result, n);"),
             ]
         else:
             lines += [
                 f"    auto target = {self._place};",
-                *_over_block(f"{TYPES[operation.element_storage]} code; element_of({load}, code); {self._stored}"),
+                *_over_block(f"{self._element(load, TYPES[operation.element_storage], 'code')} {self._stored}"),
             ]
         return [*lines, "}"]
 
@@ -302,6 +378,6 @@ def _carried(values: Sequence[Value]) -> tuple[list[str], str, list[str], str]:
     return (
         [f"{kind} of_blocks{i};" for i, kind in enumerate(kinds)],
         "".join(f", of_blocks{i}" for i in range(len(kinds))),
-        [f"    const {kind} own{i} = splat<{kind}>(of_blocks{i}[b]);" for i, kind in enumerate(kinds)],
+        [f"    const {kind} own{i} = spread(of_blocks{i}, b);" for i, kind in enumerate(kinds)],
         "".join(f", own{i}" for i in range(len(kinds))),
     )

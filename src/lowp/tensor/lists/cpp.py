@@ -133,34 +133,13 @@ class _Source:
                     lines.append(f"__builtin_prefetch((const char*)(p{i} + e) + {_AHEAD});")
         if number > 0:
             lines += [f"const {TYPES[v.dtype]} {v.name} = kept_{v.name}[(e - b) / LANES];" for v in self.kept]
-        lines += self._statements(statements, needed - _read(statements, []) | {v.name for v in self.kept})
+        lines += lines_of(self.printer, statements, needed - _read(statements, []) | {v.name for v in self.kept})
         if number == 0:
             lines += [f"kept_{v.name}[(e - b) / LANES] = {v.name};" for v in self.kept]
         for m in maxima:
             most = f"most_{m.result.name}"
             lines.append(f"{most} = larger({most}, inside ? {m.arguments[0].name} : f32{{}});")
         return lines + self._results() if last else lines
-
-    def _statements(self, statements: list[Statement], outside: set[str]) -> list[str]:
-        """One after the other; what is only needed for the long way of a shortcut stands in a branch. `outside` are the names
-        that others need."""
-        branches = {s.result.name: _only_for(s, statements, outside) for s in statements if s.operation == "shortcut"}
-        in_branches = {name for names in branches.values() for name in names}
-
-        def lines_of(chosen: list[Statement]) -> list[str]:
-            lines = []
-            for s in chosen:
-                name, kind = s.result.name, TYPES[s.result.dtype]
-                if s.operation != "shortcut":
-                    lines.append(f"const {kind} {name} = {self.printer.expression(s)};")
-                    continue
-                condition, usual, general = (a.name for a in s.arguments)
-                lines += [f"{kind} {name} = {usual};", f"if (__builtin_expect({self.printer.any_of(condition)}, 0)) {{"]
-                lines += ["    " + line for line in lines_of([t for t in statements if t.result.name in branches[name]])]
-                lines += [f"    {name} = {general};", "}"]
-            return lines
-
-        return lines_of([s for s in statements if s.result.name not in in_branches])
 
     def _results(self) -> list[str]:
         lines = []
@@ -212,6 +191,28 @@ def _stages(program: Program) -> list[Stage]:
 
 def _read(statements: list[Statement], maxima: list[Statement]) -> set[str]:
     return {a.name for s in (*statements, *maxima) for a in s.arguments if isinstance(a, Value)}
+
+
+def lines_of(printer: Printer, statements: list[Statement], outside: set[str]) -> list[str]:
+    """Statements one after the other; what is only needed for the long way of a shortcut stands in a branch. `outside` are the
+    names that others need."""
+    branches = {s.result.name: _only_for(s, statements, outside) for s in statements if s.operation == "shortcut"}
+    in_branches = {name for names in branches.values() for name in names}
+
+    def printed(chosen: list[Statement]) -> list[str]:
+        lines = []
+        for s in chosen:
+            name, kind = s.result.name, TYPES[s.result.dtype]
+            if s.operation != "shortcut":
+                lines.append(f"const {kind} {name} = {printer.expression(s)};")
+                continue
+            condition, usual, general = (a.name for a in s.arguments)
+            lines += [f"{kind} {name} = {usual};", f"if (__builtin_expect({printer.any_of(condition)}, 0)) {{"]
+            lines += ["    " + line for line in printed([t for t in statements if t.result.name in branches[name]])]
+            lines += [f"    {name} = {general};", "}"]
+        return lines
+
+    return printed([s for s in statements if s.result.name not in in_branches])
 
 
 def _only_for(shortcut: Statement, statements: list[Statement], outside: set[str]) -> set[str]:
@@ -285,24 +286,24 @@ def _machine() -> str:
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 6, *[ctypes.c_long] * 2)
 
 
-def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str] = ()) -> Any:
-    """Compile and load `run`; what was compiled before on this kind of machine is found again."""
+def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str] = (), function: str = "run") -> Any:
+    """Compile and load a function; what was compiled before on this kind of machine is found again."""
     command = [compiler(), *_FLAGS, _processor(), *flags]
     name = hashlib.sha256("\0".join([text, _machine(), *command]).encode()).hexdigest()[:32]
-    run = load_library(f"{name}.so", lambda: compiled(command, text, _machine())).run
+    run = getattr(load_library(f"{name}.so", lambda: compiled(command, text, _machine())), function)
     run.restype = None
     run.argtypes = list(arguments)
     return run
 
 
-def build_parallel(text: str, arguments: Sequence[Any] = _ARGUMENTS) -> Any:
+def build_parallel(text: str, arguments: Sequence[Any] = _ARGUMENTS, function: str = "run") -> Any:
     """The same with OpenMP, whose threads are awake between calls; one thread where the compiler or the machine has none."""
     try:
-        return build(text, arguments, ["-fopenmp"])
+        return build(text, arguments, ["-fopenmp"], function)
     except UnsafeCache:
         raise
     except (RuntimeError, OSError):
-        return build(text, arguments)
+        return build(text, arguments, function=function)
 
 
 @lru_cache(maxsize=4)

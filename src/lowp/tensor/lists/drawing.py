@@ -3,14 +3,19 @@
 A draw is rounds of multiplications of 16-bit words (noise.py; `in_words` finds them). The words that belong to a vector of
 32-bit numbers fill half a register. So what depends on keys and indices alone is taken out of a program, and printed once for
 two vectors: `pair` is a vector of twice as many words. The rest of the program takes its half as an argument.
+
+The key of a call is made there too (`key_text`): in Python its 200 operations take longer than a small call.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from lowp.tensor.lists.tracing import WORD, Program, Statement, Value, needed
-from lowp.tensor.lists.vectors import TYPES, Printer
+from lowp.tensor.lists.preamble import SINGLES
+from lowp.tensor.lists.tracing import WORD, Element, Program, Statement, Value, needed, trace
+from lowp.tensor.lists.vectors import TYPES, Printer, SinglePrinter
+from lowp.tensor.noise import key_of_numbers
 
 PREAMBLE = r"""
 typedef uint16_t pair __attribute__((vector_size(4 * LANES)));
@@ -154,3 +159,21 @@ def typed_numbers(program: Program, drawn: Drawing | None) -> list[tuple[int, Va
         (place, v, "pair" if drawn is not None and v.name in drawn.keys else TYPES[v.dtype])
         for place, v in program.numbers.items()
     ]
+
+
+def key_text() -> str:
+    """`noise.key_of_numbers` in C++: `single::make_key` takes the five numbers, and the address of six int32 to write to."""
+
+    def function(*arguments: Any) -> list[torch.Tensor]:
+        return key_of_numbers(*arguments[:5])
+
+    program, printer = trace(function, [Element(torch.int64)] * 5, 0, 0, [], torch.device("cpu")), SinglePrinter()
+    lines = [
+        SINGLES[0],
+        "static void make_key(" + ", ".join(f"i64 {v.name}" for v in program.elements) + ", int32_t* key) {",
+        *(f"    const {TYPES[s.result.dtype]} {s.result.name} = {printer.expression(s)};" for s in program.statements),
+        *(f"    key[{i}] = {v.name};" for i, v in enumerate(program.results)),
+        "}",
+        SINGLES[1],
+    ]
+    return "\n".join(lines)

@@ -18,6 +18,7 @@ from lowp.tensor.lists import cpp, drawing
 from lowp.tensor.lists.preamble import preamble
 from lowp.tensor.lists.tracing import Element, Program, Statement, fused, in_words, trace
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
+from lowp.tensor.noise import KEY_SIZE
 
 _CPU = torch.device("cpu")
 _CHUNK = 1 << 12  # elements
@@ -39,7 +40,7 @@ def build(
     """Compile a function for a CPU: a `_CppFlatKernel`.
 
     Where `exact_products`, a product and a sum may be one operation, which has the same bits then. `words` are the places of
-    numbers that have 16 bits (`in_words`).
+    numbers that have 16 bits (`in_words`): those of a key of noise.
     """
 
     def results(*arguments: Any) -> Sequence[Tensor]:
@@ -50,14 +51,23 @@ def build(
     assert program.results[0].dtype == out, (program.results[0].dtype, out)
     program = fused(program) if exact_products else program
     text = _source(in_words(program, words) if words else program, sized, out, tables)
-    arguments = (*[ctypes.c_void_p] * (len(sized) + 3 + len(tables)), ctypes.c_long, ctypes.c_long)
-    return _CppFlatKernel(cpp.build_parallel(text, arguments))
+    address, number = ctypes.c_void_p, ctypes.c_long
+    run = cpp.build_parallel(text, [address] * (len(sized) + 3 + len(tables)) + [number] * 2)
+    if not words:
+        return _CppFlatKernel(run, None)
+    return _CppFlatKernel(
+        run, cpp.build_parallel(text, [address] * (len(sized) + 1) + [number] * 5 + [address] * len(tables) + [number] * 2, "run_drawn")
+    )
 
 
 class _CppFlatKernel:
-    def __init__(self, run: Any) -> None:
-        run.restype = ctypes.c_int
-        self.run = run
+    """`run` takes addresses, and `run_drawn`, of functions with noise, the numbers that its key is made of instead of a key."""
+
+    def __init__(self, run: Any, run_drawn: Any) -> None:
+        self.run, self.run_drawn = run, run_drawn
+        for function in (run, run_drawn):
+            if function is not None:
+                function.restype = ctypes.c_int
 
     def __call__(
         self, sized: Sequence[Tensor], out: Tensor, numbers: Tensor | None, scalars: Tensor | None, tables: Sequence[Tensor]
@@ -183,6 +193,17 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
         "    return any;",
         "}",
     ]
+    if drawn is not None:
+        given = "".join(f"p{i}, " for i in range(len(sized)))
+        lines += [
+            drawing.key_text(),
+            f'extern "C" int run_drawn({inputs}{SCALARS[out]}* target, long begun, long seed, long step, long stream, long offset, '
+            f"{looked_up}long count, long threads) {{",
+            f"    int32_t key[{KEY_SIZE}];",
+            "    single::make_key(begun, seed, step, stream, offset, key);",
+            f"    return run({given}target, key, nullptr, {''.join(f'table{i}, ' for i in range(len(tables)))}count, threads);",
+            "}",
+        ]
     wide = any(s.result.dtype.itemsize == 8 for s in program.statements)
     begin = [preamble(wide), *([drawing.PREAMBLE] if drawn else []), *([_HELD] if printer.held else [])]
     return "\n".join([*begin, *printer.declarations(), *lines])

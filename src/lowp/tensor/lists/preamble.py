@@ -283,3 +283,28 @@ INLINE i16 float_to_bfloat(f32 x) {
     return converted<i16>(r);
 }
 """
+
+# Around functions of single numbers, in which the names of vector types are those of numbers.
+SINGLES = (
+    r"""
+#pragma push_macro("CHOOSE")
+#pragma push_macro("CONVERT")
+#undef CHOOSE
+#undef CONVERT
+#define CHOOSE(mask, yes, no) ((mask) ? (yes) : (no))
+#define CONVERT(x, V) converted<V>(x)
+namespace single {
+typedef int8_t i8; typedef int16_t i16; typedef uint16_t u16; typedef int32_t i32; typedef int64_t i64;
+typedef float f32; typedef double f64;
+template <class V, class S> INLINE V splat(S s) { return (V)s; }
+template <class V, class W> INLINE V seen_as(W x) { V v; memcpy(&v, &x, sizeof v); return v; }
+template <class V, class W> INLINE V converted(W x) { return std::is_same_v<W, bool> ? -(V)x : (V)x; }  // truth is all ones
+template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
+template <class V> INLINE V smaller(V a, V b) { return a < b ? a : b; }
+""",
+    r"""
+}
+#pragma pop_macro("CHOOSE")
+#pragma pop_macro("CONVERT")
+""",
+)

@@ -225,7 +225,8 @@ class _TracingMode(TorchDispatchMode):
         operation = _OPERATIONS.get(name.split(".")[0])
         if operation is None:
             raise NotImplementedError(f"aten.{name} is not among the elementwise operations that can be printed")
-        if (kwargs and operation != "convert") or (operation == "rsub" and len(args) > 2):
+        whole = operation == "div" and not result.is_floating_point() and kwargs == {"rounding_mode": "trunc"}
+        if (kwargs and operation != "convert" and not whole) or (operation == "rsub" and len(args) > 2):
             raise NotImplementedError(f"aten.{name} with {', '.join(kwargs) or 'alpha'} cannot be printed")
         if operation == "look_up":
             assert isinstance(first, tuple)

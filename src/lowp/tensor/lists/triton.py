@@ -62,6 +62,8 @@ def expression(s: Statement) -> str:
             return f"tl.where({s.arguments[0].name}, {yes}, {no})"
         case "amax":
             return f"tl.max({s.arguments[0].name}, axis=1, keep_dims=True)"
+        case "div" if not s.operand.is_floating_point:
+            return f"{a[0]} // {a[1]}"  # toward zero
         case "div":
             return f"tl.div_rn({a[0]}, {a[1]})" if s.operand == torch.float32 else f"{a[0]} / {a[1]}"
         case operation if operation in INFIX:

@@ -2,7 +2,8 @@
 
 The arithmetic is traced (block_stages.py) and printed as functions; what stands around it is written here: where blocks lie,
 the largest number of each, and codes of less than 8 bits packed in `lowp.pack`'s order. Formats with a scale for the whole
-tensor have another launch before it that looks at all numbers; what it finds stays on the device.
+tensor have another launch before it that looks at all numbers; what it finds stays on the device. Where stochastic rounding is
+in doubt about an element, its program settles all of its elements in integers, and takes those that were in doubt.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import triton
 from lowp.tensor.lists.tracing import Program
+from lowp.tensor.noise import KEY_SIZE
 from lowp.tensor.packing import group, packed_size
 
 _TILE = 2048  # elements of a program
@@ -37,8 +39,12 @@ def run(numbers, most, count, SIZE: tl.constexpr):
 """
 
 
-def build(operation: BlockOperation, device: torch.device) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]:
-    """Compile an operation for a GPU. The result takes numbers, elements, scales and the tensor's scale."""
+Call = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, int], None]
+
+
+def build(operation: BlockOperation, device: torch.device) -> Call:
+    """Compile an operation for a GPU. The result takes numbers, elements, scales, the tensor's scale, the noise's key (there or
+    on the host), and how far neighbours in a row are apart in the order in which noise counts elements."""
     fmt = operation.program.fmt
     if fmt.size > _LONGEST:
         raise NotImplementedError(f"{fmt}: kernels on a GPU are for blocks of up to {_LONGEST} elements")
@@ -50,7 +56,9 @@ def build(operation: BlockOperation, device: torch.device) -> Callable[[Tensor, 
     warps = min(max(together * _width(fmt.size) // (32 * _EACH), 1), 16)
     settings: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
 
-    def call(numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None) -> None:
+    def call(
+        numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None, key: Tensor | None, apart: int
+    ) -> None:
         length, stored = numbers.shape[-1], numbers.view(own.storage)
         in_row = -(-length // fmt.size)
         blocks = numbers.numel() // length * in_row
@@ -68,12 +76,22 @@ def build(operation: BlockOperation, device: torch.device) -> Callable[[Tensor, 
             length,
             in_row,
             packed_size(length, fmt.element.bits),
+            *_noise(operation, key, apart, numbers),
             EVEN=length % fmt.size == 0,
             BLOCKS=together,
             **settings,
         )
 
     return call
+
+
+def _noise(operation: BlockOperation, key: Tensor | None, apart: int, unused: Tensor) -> list[Any]:
+    """Arguments of a kernel that draws: the key as an address or as numbers, whichever is there."""
+    if not operation.stochastic:
+        return []
+    assert key is not None
+    in_memory = key.device == unused.device and key.device.type != "cpu"
+    return [apart, key if in_memory else unused, *([0] * KEY_SIZE if in_memory else key.tolist()), in_memory]
 
 
 def _width(size: int) -> int:
@@ -87,13 +105,16 @@ def source(operation: BlockOperation, device: torch.device) -> str:
     width, bits = _width(fmt.size), fmt.element.bits
     per_group, group_bytes = group(bits)
     lines = [_HEAD]
-    for name, program in operation.stages(device).items():
+    stages = operation.stages(device)
+    for name, program in stages.items():
         lines += _function(name, program)
+    keys = [f"n{i}" for i in range(KEY_SIZE)] if operation.stochastic else []
+    drawn = f"apart, key, {', '.join(keys)}, KEY_IN_MEMORY: tl.constexpr, " if keys else ""
     lines += [
         "",
         "",
-        "@triton.jit",
-        "def run(numbers, elements, scales, whole, most, blocks, length, in_row, bytes_in_row, EVEN: tl.constexpr, "
+        f"@triton.jit(do_not_specialize={keys})",  # a kernel for each key that is a multiple of 16 would be a long wait
+        f"def run(numbers, elements, scales, whole, most, blocks, length, in_row, bytes_in_row, {drawn}EVEN: tl.constexpr, "
         "BLOCKS: tl.constexpr):",
         "    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)",
         f"    there, lane, size = block < blocks, tl.arange(0, {width}), {fmt.size}",
@@ -117,7 +138,15 @@ def source(operation: BlockOperation, device: torch.device) -> str:
             lines += [f"    there{i} = there[:, None]"]
             lines += ["    if not EVEN:"] if width == fmt.size else ["    if True:"]
             lines += [f"        there{i} = there[:, None] & (byte[None, :] + {i} < (size * {bits} + 7) // 8)"]
-    lines += ["    " + line for line in (_decode(operation) if operation.kind == "decode" else _encode(operation))]
+    if keys:
+        lines += [
+            "    row = block // in_row",
+            f"    first = row // apart * length * apart + row % apart + (block - row * in_row) * {fmt.size} * apart",
+            "    index = first[:, None].to(tl.int32) + lane[None, :] * apart",
+            "    if KEY_IN_MEMORY:",
+            *(f"        {name} = tl.load(key + {i})" for i, name in enumerate(keys)),
+        ]
+    lines += ["    " + line for line in (_decode(operation) if operation.kind == "decode" else _encode(operation, stages))]
     return "\n".join(lines) + "\n"
 
 
@@ -127,13 +156,18 @@ def _function(name: str, program: Program) -> list[str]:
         "",
         "",
         "@triton.jit",
-        f"def {name}({', '.join(v.name for v in program.elements)}):",
+        f"def {name}({', '.join([v.name for v in program.elements] + _of_noise(program))}):",
         *(f"    {s.result.name} = {triton.expression(s)}" for s in program.statements),
         f"    return {', '.join(v.name for v in program.results)}",
     ]
 
 
-def _encode(operation: BlockOperation) -> list[str]:
+def _of_noise(program: Program) -> list[str]:
+    """What a function that draws takes behind its other arguments."""
+    return ["index", *(v.name for v in program.numbers.values())] if program.numbers else []
+
+
+def _encode(operation: BlockOperation, stages: dict[str, Program]) -> list[str]:
     """quantize and encode."""
     own, poisons = CARRIERS[operation.dtype], operation.program.can_poison and operation.kind == "quantize"
     whole = ", tensor_scale" if operation.program.fmt.tensor_scale else ""
@@ -143,8 +177,18 @@ def _encode(operation: BlockOperation) -> list[str]:
         f"finite = tl.max(tl.where(magnitude < {own.infinity}, magnitude, 0), axis=1)",
     ]
     lines += ["tensor_scale = tensor_scale_of(tl.load(most))"] if whole else []
-    lines += [f"code, poisoned, unit, inverse = block_scale_of(finite, tl.max(magnitude, axis=1){whole})"]
-    lines += ["result = element_of(stored, unit[:, None], inverse[:, None])"]
+    carried = [f"own{i}" for i in range(len(stages["block_scale_of"].results) - 2)]
+    lines += [f"code, poisoned, {', '.join(carried)} = block_scale_of(finite, tl.max(magnitude, axis=1){whole})"]
+    arguments = [f"{name}[:, None]" for name in carried[operation.stochastic :]]  # the first is for what is in doubt
+    if operation.stochastic:
+        more = {name: ", ".join(_of_noise(stages[name])) for name in ("element_of", "settled")}
+        lines += [
+            f"result, unsure = element_of(stored, {', '.join(arguments)}, {more['element_of']})",
+            "if tl.max(tl.max(unsure.to(tl.int32), axis=1), axis=0) > 0:",
+            f"    result = tl.where(unsure, settled(stored, {carried[0]}[:, None]{whole}, {more['settled']}), result)",
+        ]
+    else:
+        lines += [f"result = element_of(stored, {', '.join(arguments)})"]
     if operation.kind == "quantize":
         nan = f"tl.full([], {own.nan}, {triton.TYPES[operation.storage]})"
         lines += [f"result = tl.where(poisoned[:, None], {nan}, result)"] if poisons else []

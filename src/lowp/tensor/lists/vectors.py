@@ -132,6 +132,8 @@ class Printer:
                 return f"-{a[0]}"
             case "not":
                 return f"~{a[0]}"
+            case "reciprocal":
+                return f"{self.literal(1.0, s.operand)} / {a[0]}"
             case "sqrt":
                 return f"square_root({a[0]})"
             case "round":
@@ -155,6 +157,18 @@ class Printer:
                     text = f"smaller({a[2]}, {text})"
                 return text
         raise NotImplementedError(f"{s.operation} in C++")
+
+
+class SinglePrinter(Printer):
+    """The same for single numbers, between `SINGLES` of preamble.py: for what is done rarely, and is too long for vectors."""
+
+    def kept(self, kind: str, text: str) -> str:
+        return f"splat<{kind}>({text})"
+
+    def expression(self, s: Statement) -> str:
+        if s.operation == "bitcast":
+            return f"seen_as<{TYPES[s.result.dtype]}>({s.arguments[0].name})"
+        return super().expression(s)
 
 
 def _chosen(mask: str, yes: Any, no: Any, width: int) -> str:

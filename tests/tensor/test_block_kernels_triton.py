@@ -1,0 +1,82 @@
+"""Kernels of block formats, printed for CUDA and run by Triton's interpreter: the bits of the integers of block.py.
+
+Left out are a chip's own conversions, which the interpreter does not have: tests/gpu/test_block_kernels_cuda.py has these.
+"""
+
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "wire"))
+
+from test_part_kernels_triton import as_for_cuda
+
+from interpreter import needs_triton, run
+
+CASES = [  # (the interpreter truncates where it should round to bfloat16)
+    ("mxfp8_e4m3", torch.float32, "raise", False), ("mxfp6_e3m2", torch.float32, "saturate", True),
+    ("nvfp4", torch.float32, "raise", True), ("mxfp4", torch.float16, "zero", False),
+    ("block(int8, 16, e5m2, fp32)", torch.float32, "saturate", False),
+]  # fmt: skip
+
+
+def interpret(operation, device):
+    """What `triton_blocks.build` does, without a GPU."""
+    from lowp.tensor import block_steps
+    from lowp.tensor.lists import triton_blocks
+
+    with as_for_cuda(), patch.object(block_steps, "suits", lambda fmt: False):
+        call = triton_blocks.build(operation, device)
+
+    def kernel(*arguments):
+        call(*arguments)
+        return True
+
+    return kernel
+
+
+def check_all(name, dtype, nan, pack):
+    import lowp
+    from block_cases import check, check_stochastic, numbers
+
+    fmt, x = lowp.format(name), numbers().to(dtype)
+    x = torch.cat([x[:2000], x[-3000:]])
+    noise = lowp.Noise(3, 4, 5, 6)
+    for y, axis in ((x, -1), (x[1:2000].view(1, 1999), -1), (x[-2400:].view(4, 3, 200), 1)):
+        check(y, fmt, False, nan, axis, packs=(pack,))
+        check_stochastic(y, fmt, False, nan, noise, axis, pack)
+
+
+def settle_all():
+    """All elements in doubt, and what few operations find is wrong."""
+    import lowp
+    from block_cases import check_stochastic, numbers
+    from lowp.tensor import block_draws
+
+    drawn = block_draws.drawn
+
+    def wrong(*arguments):
+        element, unsure = drawn(*arguments)
+        return element * 0.0 + 1.0, (unsure | ~unsure)
+
+    with patch.object(block_draws, "drawn", wrong):
+        check_stochastic(numbers()[-3000:], lowp.format("nvfp4"), False, "zero", lowp.Noise(7))
+
+
+@needs_triton
+def test_what_is_printed_for_cuda():
+    run(__file__)
+
+
+if __name__ == "__main__":
+    from lowp.tensor import block_kernels
+    from lowp.tensor.kernels import set_kernel_policy
+
+    set_kernel_policy("always")
+    with patch.object(block_kernels, "_build", interpret):
+        for case in CASES:
+            print(*case, flush=True)
+            check_all(*case)
+        settle_all()
