@@ -12,6 +12,8 @@ import pytest
 
 import lowp
 from lowp.cli import app
+from lowp.training.keys import kind_at
+from lowp.training.reading import _regrouped
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lowp"
@@ -93,6 +95,24 @@ def find_spec_of(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def unknown_keys(text: str) -> list[str]:
+    """Keys behind `--set` that no recipe has. Names of layers may stand inside: precision.layers.last.weights."""
+    keys = re.findall(r"--set [\"']?([\w.]+)=", text)
+    return [
+        key for key in keys if key != "KEY" and kind_at(_regrouped(tuple(key.split(".")))) is None and ".options." not in key
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_keys_that_a_page_sets_are_there(page):
+    assert unknown_keys(page.read_text()) == []
+
+
+def test_keys_in_docstrings_are_there():
+    assert [(path, found) for path in SOURCE.rglob("*.py") if (found := unknown_keys(path.read_text()))] == []
+    assert unknown_keys("lowp train fp32 --set data.path=/data --set wire.layers.last=fp16") == ["data.path"]
 
 
 def test_the_test_finds_names():

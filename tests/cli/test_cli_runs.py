@@ -182,6 +182,22 @@ def test_five_runs_are_compared_on_narrow_terminals(stdout, root, columns):
     assert all(any(name in line for line in lines) for name in names)
 
 
+def test_two_runs_on_a_very_narrow_terminal(stdout, root):
+    lines = stdout("runs", "fp32-001", "e5m2-001", "--root", root, columns=40).splitlines()
+    assert max(map(len, lines)) <= 40
+    row = next(number for number, line in enumerate(lines) if line.startswith("test accuracy"))
+    assert lines[row].split() == ["test", "accuracy", "80.00", "%", "78.00", "%"]
+    assert lines[row + 1].split() == ["-2.00"]
+    assert any(line.split() == ["state", "finished", "finished"] for line in lines)
+
+
+def test_a_difference_that_rounds_to_nothing(stdout, root):
+    make_run(root / "nearly", "e5m2", 0.9 - 1e-7, 0.25)
+    text = stdout("runs", "fp32-001", "nearly", "--root", root)
+    assert "+0.00 points" in text
+    assert "-0.00" not in text
+
+
 def test_json(from_json, root):
     listed = from_json("runs", "--root", root)
     assert [run["name"] for run in listed] == ["e4m3-001", "e5m2-001", "fp32-001"]

@@ -68,7 +68,7 @@ def test_numbers_are_those_of_local_processes_even_if_a_worker_dies(cluster, cap
         dies = [*CHANGES[:-1], f"model.options.tomb={folder / 'tomb'}"]
         with pytest.raises(RanksFailed, match="workers of Ray failed"):
             lowp.train("aps8", dies, ranks=2, out=folder / "dead", on="ray", quiet=True)
-        assert read_status(folder / "dead")["step"] == 8  # the last checkpoint before it
+        assert read_status(folder / "dead")["step"] == 8, read_status(folder / "dead")  # the last checkpoint before it
         by_hand = lowp.train(folder / "dead", ranks=2, on="ray", resume=True, quiet=True)
         (folder / "tomb").unlink()
         again = lowp.train("aps8", dies, ranks=2, out=folder / "again", on="ray", max_restarts=1, quiet=True)

@@ -135,3 +135,15 @@ def test_auto_compresses_on_slow_links(bandwidth, count, wanted):
     option, fp32 = fastest(Settings.of("e4m3fn", reduction="auto"), machine, count, 1 << 20)
     assert option.step.reduction == wanted
     assert option.step.step <= fp32.step.step
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_auto_compares_with_what_ddp_would_send(dtype):
+    """16-bit gradients travel in half the time of float32, so that a codec must be faster than that."""
+    machine = Cluster("c", Device("d", "cpu", bandwidth=1.0, flops=1.0), (LinkLevel("network", 1e6, 0.0),))
+    settings = Settings.of("fp16", scale="none", reduction="auto")  # as many bytes as the gradients themselves
+    _, fp32 = fastest(settings, machine, 2, 1 << 20)
+    option, plain = fastest(settings, machine, 2, 1 << 20, dtype)
+    assert plain.step.step == pytest.approx(fp32.step.step / 2, rel=0.01)
+    assert option.choice.plain
+    assert not fastest(settings, machine, 2, 1 << 20)[0].choice.plain

@@ -11,7 +11,7 @@ from lowp.formats import BlockFormat
 from lowp.formats.binades import positive_codes
 from lowp.invocation import command
 from lowp.training.runs import Run
-from lowp.training.units import UNKNOWN, bytes_text, share_text
+from lowp.training.units import UNKNOWN, bytes_text, share_text, signed_text
 
 HEADINGS = ("test\naccuracy", "against\nfp32", "sent by\na rank", "of\nfp32", "ms a\nstep", "bytes a\nparameter")
 NOISE = 1.5  # points of accuracy by which two trainings differ that differ in their seed alone
@@ -57,7 +57,7 @@ def _points(run: Run, first: Run) -> float:
 def _coloured_points(run: Run, first: Run) -> str:
     points = _points(run, first)
     colour = "green" if points > -NOISE else "yellow" if points > -2 * NOISE else "red"
-    return f"[{colour}]{points:+.1f}[/]"
+    return f"[{colour}]{signed_text(points, 1)}[/]"
 
 
 def _print_lessons(fp32: Run, unscaled: Run, aps: Run, four: Run, pure: Run, *, out: Console) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from lowp.cli.columns import Column, fitting, print_columns, terminal_width
 from lowp.cli.output import JSON_HELP, examples, percent, print_json
+from lowp.training.units import signed_text
 
 if TYPE_CHECKING:
     from lowp.lab.recommend import Recommendation
@@ -73,7 +74,7 @@ def _show(done: int, total: int, what: str) -> None:
 def _print(found: "Recommendation") -> None:
     width = terminal_width()
     trials = found.trials
-    half = [f"{trial.difference:+.4f} ± {trial.high - trial.difference:.4f}".replace("-0.0000", "+0.0000") for trial in trials]
+    half = [f"{signed_text(trial.difference, 4)} ± {trial.high - trial.difference:.4f}" for trial in trials]
     columns = [
         Column("role", [trial.role for trial in trials]),
         Column("format", [trial.format for trial in trials], keep=1),

@@ -96,7 +96,7 @@ def _list(runs: list[Run], root: Path) -> None:
 
 def _compare(runs: list[Run]) -> None:
     out = console()
-    _print_groups(len(runs), out.width, lambda places: comparison([runs[place] for place in places]))
+    _print_groups(len(runs), out.width, lambda places, narrow: comparison([runs[place] for place in places], narrow))
     for run in runs:
         if run.message:
             out.print(f"\n{run.name}: {run.message}", markup=False)
@@ -105,21 +105,25 @@ def _compare(runs: list[Run]) -> None:
     different = differences(run.recipe for run in runs)
     if different:
         out.print()
-        _print_groups(len(runs), out.width, lambda places: recipe_differences(different, [run.name for run in runs], places))
+        names = [run.name for run in runs]
+        _print_groups(len(runs), out.width, lambda places, narrow: recipe_differences(different, names, places, narrow))
     else:
         out.print("\ntheir recipes are the same")
 
 
-def _print_groups(count: int, width: int, tables: "Callable[[list[int]], Table]") -> None:
-    """As many runs side by side as there is room for; the others below, each group again with the first."""
+def _print_groups(count: int, width: int, tables: "Callable[[list[int], bool], Table]") -> None:
+    """As many runs side by side as there is room for; the others below, each group again with the first. Where not even two
+    fit, the narrow form of the table is taken."""
     out = console()
     unlimited = out.options.update(width=1 << 20)
     places = list(range(1, count))
     for others in range(max(1, len(places)), 0, -1):
         groups = [[0, *places[start : start + others]] for start in range(0, max(1, len(places)), others)]
-        made = [tables(group) for group in groups]
-        if others == 1 or all(out.measure(each, options=unlimited).maximum <= width for each in made):
+        made = [tables(group, False) for group in groups]
+        if all(out.measure(each, options=unlimited).maximum <= width for each in made):
             break
+    else:
+        made = [tables(group, True) for group in groups]
     for number, each in enumerate(made):
         if number:
             out.print()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lowp.cli.columns import Column
 from lowp.cli.output import table
 from lowp.training.runs import Run
-from lowp.training.units import UNKNOWN, bytes_text, count_text, duration_text, loss_text, number_text, share_text
+from lowp.training.units import UNKNOWN, bytes_text, count_text, duration_text, loss_text, number_text, share_text, signed_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,7 +78,7 @@ class ComparedFigure(NamedTuple):
 
 def _points(value: float, first: float) -> str:
     """Accuracies differ by points: of 90 % and 91 % the ratio says nothing."""
-    return f"{100 * (value - first):+.2f} points"
+    return f"{signed_text(100 * (value - first), 2)} points"
 
 
 def _difference(value: float, first: float) -> str:
@@ -111,19 +111,30 @@ ROWS = (
 )
 
 
-def comparison(runs: list[Run]) -> "Table":
-    """One row a figure; for each run its value, and from the second on how it compares with the first's."""
+def comparison(runs: list[Run], narrow: bool = False) -> "Table":
+    """One row a figure; for each run its value, and from the second on how it compares with the first's.
+
+    `narrow`: that stands below the value, instead of beside it. Long names of runs are folded, values never.
+    """
     result = table()
     result.add_column("", no_wrap=True)
     for index, run in enumerate(runs):
-        result.add_column(_literal(run.name), justify="right", overflow="fold")
-        if index:
+        widest = max(len(row.text(row.of(run))) for row in ROWS)
+        result.add_column(_literal(run.name), justify="right", overflow="fold", min_width=widest)
+        if index and not narrow:
             result.add_column("", no_wrap=True, style="dim")
     for row in ROWS:
         values = [row.of(run) for run in runs]
         if any(value is not None for value in values):
-            result.add_row(row.name, *_compared(row, values))
+            cells = _compared(row, values)
+            result.add_row(row.name, *(_below(cells) if narrow else cells))
     return result
+
+
+def _below(cells: list[str]) -> list[str]:
+    first, *others = cells
+    pairs = zip(others[::2], others[1::2], strict=True)
+    return [first, *("\n".join(filter(None, (value, against.removesuffix(" points")))) for value, against in pairs)]
 
 
 def _compared(row: ComparedFigure, values: list[Any]) -> list[str]:
@@ -134,10 +145,10 @@ def _compared(row: ComparedFigure, values: list[Any]) -> list[str]:
     return cells
 
 
-def recipe_differences(different: dict[str, list[Any]], names: list[str], places: list[int]) -> "Table":
+def recipe_differences(different: dict[str, list[Any]], names: list[str], places: list[int], narrow: bool = False) -> "Table":
     """One row for each key of the recipe that is not the same in all; a column for some of the runs."""
     result = table()
-    result.add_column("recipe", no_wrap=True)
+    result.add_column("recipe", no_wrap=not narrow, overflow="fold")
     for place in places:
         result.add_column(_literal(names[place]), overflow="fold")
     for key, values in different.items():

@@ -25,7 +25,7 @@ EXAMPLES = examples(
     ("lowp train aps8 --ranks 2 --set wire=plan", "measure the link, and take the fastest wire"),
     ("lowp train my.toml --out runs/mine", "a recipe of your own; lowp recipes NAME --toml prints one"),
     ("lowp train runs/mine --resume", "go on where it stopped"),
-    ("lowp train aps8 --ranks 8 --on ray --out /shared/run", "on the cluster that RAY_ADDRESS names"),
+    ("lowp train aps8 --ranks 8 --on ray --out /disk/run", "on the cluster that RAY_ADDRESS names"),
 )
 
 

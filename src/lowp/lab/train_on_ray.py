@@ -133,8 +133,16 @@ def _fit(recipe: Recipe, out: Path, data: Path | None, on_gpus: bool, max_restar
     except Exception as error:  # of Ray: workers that died, or raised; which kind it is, is Ray's own matter
         if read_status(out)["state"] == "finished":  # all of them had done their work
             return
-        said = read_status(out)["message"] or str(error).strip() or type(error).__name__
-        raise RanksFailed(f"workers of Ray failed: {said.splitlines()[-1]}") from error
+        raise RanksFailed(f"workers of Ray failed: {_reason(error, out)}") from error
+
+
+def _reason(error: Exception, out: Path) -> str:
+    """What the run itself says; else which ranks Ray found dead; else the beginning of what Ray says."""
+    if said := read_status(out)["message"]:
+        return said
+    if dead := sorted(getattr(error, "worker_failures", {})):
+        return f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))} died; Ray's logs say more"
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _work(settings: dict[str, Any]) -> None:

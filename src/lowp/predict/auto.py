@@ -1,8 +1,9 @@
 """`reduction="auto"`: is compression faster on this link, and which reduction is the fastest? As `lowp plan` decides it.
 
 The links and the codec at hand are measured for a second or two, by all ranks at once (probes/). Then one reduction of the
-gradients is predicted in float32 and in the user's format with every reduction that may be the fastest (candidates.py), and
-chosen as a plan is (planning.py), without a budget: the format is the user's choice. Rank 0 decides, and tells the others.
+gradients is predicted uncompressed, in their own dtype, and in the user's format with every reduction that may be the fastest
+(candidates.py), and chosen as a plan is (planning.py), without a budget: the format is the user's choice. Rank 0 decides, and
+tells the others.
 """
 
 import logging
@@ -29,22 +30,25 @@ from lowp.wire.settings import Settings
 logger = logging.getLogger("lowp")
 
 LINK_SECONDS, CODEC_SECONDS = 1.0, 0.5
+_UNCOMPRESSED = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # other dtypes: fp32
 MOST_NUMBERS = int(BUCKET_MB * MEGABYTE / 4)  # of a bucket
 
 
-def choose(communicator: Communicator, settings: Settings, device: torch.device, numbers: int) -> Reduction | None:
-    """The reduction for gradients of so many numbers, or None where plain float32 is as fast. All ranks get the same."""
+def choose(
+    communicator: Communicator, settings: Settings, device: torch.device, numbers: int, dtype: torch.dtype = torch.float32
+) -> Reduction | None:
+    """The reduction for gradients of so many numbers, or None where uncompressed ones are as fast. All ranks get the same."""
     if communicator.world == 1:
         return None
     known, size = communicator.link.chosen, min(numbers, MOST_NUMBERS)
-    asked = f"{settings.describe()} of {size}"
+    asked = f"{settings.describe()} of {size} {dtype}"
     if asked not in known:
         cluster = _measured(communicator, settings, device)
-        option, fp32 = fastest(settings, cluster, communicator.world, size)
+        option, plain = fastest(settings, cluster, communicator.world, size, dtype)
         said = first_says(communicator.parent, "" if option.choice.plain else option.step.reduction)
         known[asked] = reduction_of(said) if said else None
         if communicator.rank == 0:
-            _tell(option, fp32, size)
+            _tell(option, plain, size * dtype.itemsize)
     return known[asked]
 
 
@@ -55,12 +59,14 @@ def first_says(group: Any, mine: Any) -> Any:
     return said[0]
 
 
-def fastest(settings: Settings, cluster: Cluster, ranks: int, numbers: int) -> tuple[PlanOption, PlanOption]:
-    """Of float32 and the user's format with every reduction; and float32 itself. No computation hides anything."""
+def fastest(
+    settings: Settings, cluster: Cluster, ranks: int, numbers: int, dtype: torch.dtype = torch.float32
+) -> tuple[PlanOption, PlanOption]:
+    """Of uncompressed gradients and the user's format with every reduction; and the former. No computation hides anything."""
     layer = ModelLayer("numbers", (numbers,), Work(), Work(), 0)
     workload = Workload("numbers", (layer,))
     text = str(settings.codec_at(settings.format, 0))
-    wires = [wire_of("fp32")]
+    wires = [wire_of(_UNCOMPRESSED.get(dtype, "fp32"))]
     wires += [WireChoice(f"{text}@{way}", settings, way, False) for way in reductions_for(cluster.arrange(ranks))]
     steps = predict(workload, cluster, wires, ranks, batch=1).steps
     options = [PlanOption(wire, BUCKET_MB, step, 0.0, True) for wire, step in zip(wires, steps, strict=True)]
@@ -81,14 +87,16 @@ def _measured(communicator: Communicator, settings: Settings, device: torch.devi
     return Cluster("this machine", bare, known["links"])
 
 
-def _tell(option: PlanOption, fp32: PlanOption, numbers: int) -> None:
-    plain, ours = 1e3 * fp32.step.step, 1e3 * option.step.step
-    size = f"{4 * numbers / 1e6:.3g} MB"
+def _tell(option: PlanOption, uncompressed: PlanOption, size_in_bytes: int) -> None:
+    plain, ours = 1e3 * uncompressed.step.step, 1e3 * option.step.step
+    size, name = f"{size_in_bytes / 1e6:.3g} MB", uncompressed.wire
     if option.choice.plain:
         logger.warning(
-            "reduction='auto': %s take %.2f ms in fp32, nothing is predicted to be %.0f %% faster: compression does not pay on "
-            "this link, gradients travel in fp32",
-            size, plain, 100 * (GAIN - 1),
+            "reduction='auto': %s take %.2f ms in %s, nothing is predicted to be %.0f %% faster: compression does not pay on "
+            "this link, gradients travel in %s",
+            size, plain, name, 100 * (GAIN - 1), name,
         )  # fmt: skip
     else:
-        logger.info("reduction='auto': %s take %.2f ms in fp32 and %.2f ms in %s: compressing", size, plain, ours, option.wire)
+        logger.info(
+            "reduction='auto': %s take %.2f ms in %s and %.2f ms in %s: compressing", size, plain, name, ours, option.wire
+        )

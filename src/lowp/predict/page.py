@@ -18,6 +18,7 @@ from lowp.predict.published import (
     step_figures,
 )
 from lowp.predict.published_throughput import SERIES, ThroughputRow, bandwidth_rows, median_error, throughput_rows
+from lowp.training.units import signed_text
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 _HEADING = """# Prediction against what was published
@@ -179,7 +180,7 @@ def _tried() -> str:
 def _row(row: ThroughputRow) -> list[str]:
     return [
         row.source, row.model, str(row.ranks), row.unit, _figure(row.published), _figure(row.predicted),
-        f"{100 * row.error:+.1f} %", row.fitted,
+        f"{signed_text(100 * row.error, 1)} %", row.fitted,
     ]  # fmt: skip
 
 

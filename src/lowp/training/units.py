@@ -30,6 +30,12 @@ def share_text(value: float | None) -> str:
     return UNKNOWN if value is None else f"{100 * value:.2f} %"
 
 
+def signed_text(value: float, digits: int) -> str:
+    """A difference: +1.20, -0.31; what rounds to nothing is +0.00, whichever side it comes from."""
+    text = f"{value:+.{digits}f}"
+    return text if float(text) or math.isnan(value) else f"{0.0:+.{digits}f}"
+
+
 def bytes_text(count: float | None) -> str:
     """Three digits and a unit: 0 B, 812 B, 12.3 MB, 1.02 GB."""
     if count is None:

@@ -18,9 +18,12 @@ from lowp.wire.settings import Settings
 PLAN = "plan"  # in place of a format
 
 
-def choose(communicator: Communicator, settings: Settings, device: torch.device, numbers: int) -> Reduction | None:
-    """The fastest reduction for gradients of so many numbers, or None where plain float32 is as fast (lowp/predict/auto.py)."""
-    return import_module("lowp.predict.auto").choose(communicator, settings, device, numbers)
+def choose(
+    communicator: Communicator, settings: Settings, device: torch.device, numbers: int, dtype: torch.dtype
+) -> Reduction | None:
+    """The fastest reduction for gradients of so many numbers, or None where uncompressed they are as fast
+    (lowp/predict/auto.py)."""
+    return import_module("lowp.predict.auto").choose(communicator, settings, device, numbers, dtype)
 
 
 def compress_by_plan(ddp: Any, max_error: float | None, cluster: Any, options: dict[str, Any]) -> Any:

@@ -65,7 +65,7 @@ def all_reduce(
         warn_of_scales(chosen.codecs(), communicator.world)
     reduction = chosen.reduction
     if reduction == "auto":
-        reduction = choose(communicator, chosen, tensor.device, tensor.numel())
+        reduction = choose(communicator, chosen, tensor.device, tensor.numel(), tensor.dtype)
         if reduction is None:
             return _uncompressed(tensor, op, communicator)
     assert isinstance(reduction, Reduction)

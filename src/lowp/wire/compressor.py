@@ -83,7 +83,7 @@ class Compressor:
         self._meters: list[Meter] = []
         self._total = WireReport()
         if self._reduction is None:
-            self._total.notes.append("not compressed: reduction='auto' found fp32 as fast on this link")
+            self._total.notes.append("not compressed: reduction='auto' found uncompressed gradients as fast on this link")
         self._last_step = WireReport()
         self._marks: list[tuple[tuple[str, ...], Marks]] = []
         self._buckets: list[tuple[str, ...]] = []
@@ -128,7 +128,8 @@ class Compressor:
     def _choose(self) -> Reduction | None:
         if self.settings.reduction == "auto":
             numbers = sum(shape.numel() for shape in self._shapes.values())
-            return choose(self._communicator, self.settings, self._device, numbers)
+            dtype = next(iter(self._dtypes)) if len(self._dtypes) == 1 else torch.float32
+            return choose(self._communicator, self.settings, self._device, numbers, dtype)
         assert isinstance(self.settings.reduction, Reduction)
         return self.settings.reduction
 
