@@ -6,6 +6,7 @@ is built when kernels.py says so; until then, and for what has no kernel, the ca
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +24,14 @@ from lowp.tensor.packing import packed_size
 
 def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool, axis: int) -> Tensor | None:
     """Numbers of the format, in x's dtype; None where no kernel is built."""
-    if (drawn := _drawn(x, rounding, noise, axis)) is None:
+    if not _rounds(x, rounding, noise):
         return None
     kernel = _kernel("quantize", fmt, x.dtype, saturate, "raise", False, x, noise is not None)
     if kernel is None:
         return None
     rows = _rows(x, axis)
     out = in_large_pages(torch.empty_like(rows))
-    return _back(out, axis) if kernel(rows, out, None, None, *drawn) else None
+    return _back(out, axis) if kernel(rows, out, None, None, *_drawn(x, noise, axis)) else None
 
 
 def encode(
@@ -38,20 +39,25 @@ def encode(
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Codes of elements and of scales, and the tensor's scale; None where no kernel is built."""
     packed = packed and fmt.element.bits < 8
-    if (drawn := _drawn(x, rounding, noise, axis)) is None or (packed and not _packs(fmt)):
+    if not _rounds(x, rounding, noise) or (packed and not _packs(fmt)):
         return None
     kernel = _kernel("encode", fmt, x.dtype, saturate, nan, packed, x, noise is not None)
     if kernel is None:
         return None
     rows = _rows(x, axis)
-    *outer, length = rows.shape
-    taken = packed_size(length, fmt.element.bits) if packed else length
-    elements = torch.empty((*outer, taken), dtype=code_dtype(fmt.element), device=x.device)
-    scales = torch.empty((*outer, -(-length // fmt.size)), dtype=code_dtype(fmt.scale), device=x.device)
-    whole = torch.empty((), dtype=torch.int32, device=x.device).view(torch.float32) if fmt.tensor_scale else None
-    if not kernel(rows, elements, scales, whole, *drawn):
+    elements, scales, whole = _room_for_codes(rows, fmt, packed)
+    if not kernel(rows, elements, scales, whole, *_drawn(x, noise, axis)):
         return None
     return _back(elements, axis), _back(scales, axis), whole
+
+
+def _room_for_codes(rows: Tensor, fmt: BlockFormat, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    *outer, length = rows.shape
+    taken = packed_size(length, fmt.element.bits) if packed else length
+    elements = torch.empty((*outer, taken), dtype=code_dtype(fmt.element), device=rows.device)
+    scales = torch.empty((*outer, -(-length // fmt.size)), dtype=code_dtype(fmt.scale), device=rows.device)
+    whole = torch.empty((), dtype=torch.int32, device=rows.device).view(torch.float32) if fmt.tensor_scale else None
+    return elements, scales, whole
 
 
 def decode(
@@ -69,16 +75,33 @@ def decode(
     return _back(out, axis) if done else None
 
 
-def _drawn(x: Tensor, rounding: str, noise: Noise | None, axis: int) -> tuple[Tensor | None, int] | None:
-    """The key of the noise, and how far neighbours along the axis are apart in the order in which noise counts elements.
+def remember(call: tuple, kind: str, fmt: BlockFormat, x: Any, rounding: str, saturate: bool, nan: str, packed: bool) -> None:
+    """Let `kernels.run_ready` make this call from now on, with the last axis, if there is a kernel for it: of numbers x, or of
+    codes (for decoding, `x` are these and the dtype)."""
+    numbers, dtype = (x[0], x[1]) if kind == "decode" else (x, x.dtype)
+    program = block_program(fmt, "nearest", saturate, nan) if dtype in FORMAT_OF_DTYPE else None
+    if program is None:
+        return
+    operation = block_operation(kind, program, dtype, packed and fmt.element.bits < 8, rounding == "stochastic")
+    if (kernel := kernels.built(operation)) is None:
+        return
+    if kind == "decode":
+        elements, scales, whole = numbers
+        kernels.remember_kernel((call, elements.dtype, scales.dtype, whole is None), kernel)
+    else:
+        kernels.remember_kernel((call, dtype, None, rounding != "stochastic"), kernel)
 
-    None where no kernel rounds so, or not with one key.
-    """
-    if rounding == "nearest":
+
+def _rounds(x: Tensor, rounding: str, noise: Noise | None) -> bool:
+    """Is there a kernel that rounds so, with one key for all elements?"""
+    return rounding == "nearest" or (rounding == "stochastic" and noise is not None and in_one_block(noise, x.numel()))
+
+
+def _drawn(x: Tensor, noise: Noise | None, axis: int) -> tuple[Tensor | None, int]:
+    """The key of the noise, and how far neighbours along the axis are apart in the order in which noise counts elements."""
+    if noise is None:
         return None, 1
-    if rounding != "stochastic" or noise is None or not in_one_block(noise, x.numel()):
-        return None
-    return key_tensor(noise, 0, noise.home(x.device)), math.prod(x.shape[axis % max(x.dim(), 1) + 1 :])
+    return key_tensor(noise, 0, noise.home(x.device)), math.prod(x.shape[axis % x.dim() + 1 :])
 
 
 def _packs(fmt: BlockFormat) -> bool:
@@ -113,10 +136,42 @@ def _build(operation: BlockOperation, device: torch.device) -> Callable[..., boo
 
 
 class _CppBlockKernel:
+    of_blocks = True
+
     def __init__(self, operation: BlockOperation) -> None:
         from lowp.tensor.lists import blocks  # what compiles is loaded when something is compiled
 
-        self._run = blocks.build(operation)
+        self._run, self._run_drawn = blocks.build(operation)
+        self._operation, self._fmt = operation, operation.program.fmt
+
+    def run_ready(self, x: Tensor, numbers: tuple[Any, ...] | None) -> Any:
+        """For `kernels.run_ready`: rows of a plain tensor, and what noise is made of; None: it must be made in full."""
+        count = x.numel()
+        if count == 0 or x.dim() == 0:
+            return None
+        if self._operation.kind == "quantize":
+            result: Any = in_large_pages(torch.empty_like(x, requires_grad=False))
+            rooms = [result.data_ptr(), None, None]
+        else:
+            result = _room_for_codes(x, self._fmt, self._operation.packed)
+            rooms = [None if room is None else room.data_ptr() for room in result]
+        length = x.shape[-1]
+        sizes = count // length, length, 1, torch.get_num_threads()
+        if numbers is None:
+            done = self._run(x.data_ptr(), *rooms, None, *sizes)
+        else:
+            done = self._run_drawn(x.data_ptr(), *rooms, *numbers, *sizes)  # type: ignore[misc]  # it draws
+        return result if done else None
+
+    def run_ready_codes(self, elements: Tensor, scales: Tensor, whole: Tensor | None) -> Tensor | None:
+        """For `kernels.run_ready_codes`: of codes that are not packed."""
+        shape = elements.shape
+        if elements.numel() == 0 or not shape or scales.shape != (*shape[:-1], -(-shape[-1] // self._fmt.size)):
+            return None
+        if whole is not None and not (kernels.is_plain(whole) and whole.numel() == 1 and whole.dtype is torch.float32):
+            return None
+        out = in_large_pages(torch.empty(shape, dtype=self._operation.dtype))
+        return out if self(out, elements, scales, whole, None, 1) else None
 
     def __call__(
         self, numbers: Tensor, elements: Tensor, scales: Tensor | None, whole: Tensor | None, key: Tensor | None, apart: int

@@ -71,7 +71,7 @@ def _checked(policy: str) -> str:
 class _KernelState:
     policy: str = field(default_factory=lambda: _checked(os.environ.get("LOWP_KERNELS", "auto")))
     kernels: dict[tuple[Any, torch.device], Any] = field(default_factory=dict)
-    ready: dict[tuple[Any, ...], "_CppKernel"] = field(default_factory=dict)  # by the arguments of a call
+    ready: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # by the arguments of a call
     small_calls: dict[tuple[Any, torch.device], int] = field(default_factory=dict)
     build_seconds: list[float] = field(default_factory=list)
     warned: bool = False
@@ -154,18 +154,7 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, seed: int | Noise | None 
     to look at are the tensors, and whether somebody must see every operation. The result of such a call needs no gradient: that
     x requires one makes no difference.
     """
-    kind = type(x)
-    if (
-        (kind is not Tensor and kind is not Parameter)
-        or not x.is_cpu
-        or x.layout is not torch.strided
-        or x.is_nested
-        or x.is_neg()
-        or _is_wrapped(x)
-        or _modes()
-        or _is_compiling()
-        or not x.is_contiguous()
-    ):
+    if not is_plain(x) or _modes() or _is_compiling():
         return None
     try:
         kernel = _state.ready.get((call, x.dtype, None if out is None else out.dtype, seed is None))
@@ -176,6 +165,15 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, seed: int | Noise | None 
     count, numbers = x.numel(), None
     if seed is not None and (numbers := _numbers_of(seed, count)) is None:
         return None
+    try:
+        if kernel.of_blocks:
+            return kernel.run_ready(x, numbers) if out is None else None
+        return _run_flat(kernel, x, out, count, numbers)
+    except ctypes.ArgumentError:  # a seed or a step that is a tensor
+        return None
+
+
+def _run_flat(kernel: "_CppKernel", x: Tensor, out: Any, count: int, numbers: tuple[Any, ...] | None) -> Tensor | None:
     if out is None:
         result = torch.empty_like(x) if kernel.dtype is x.dtype else torch.empty_like(x, dtype=kernel.dtype)
         target = in_large_pages(result).data_ptr()
@@ -188,18 +186,41 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, seed: int | Noise | None 
         apart = source + count * x.itemsize <= target or target + count * out.itemsize <= source
         if not apart and (source != target or out.dtype is not x.dtype):
             return None
-    try:
-        if numbers is None:
-            refused = kernel.run(x.data_ptr(), target, None, None, *kernel.tables, count, _threads())
-        else:
-            refused = kernel.run_drawn(x.data_ptr(), target, *numbers, *kernel.tables, count, _threads())
-    except ctypes.ArgumentError:  # a seed or a step that is a tensor
-        return None
+    if numbers is None:
+        refused = kernel.run(x.data_ptr(), target, None, None, *kernel.tables, count, _threads())
+    else:
+        refused = kernel.run_drawn(x.data_ptr(), target, *numbers, *kernel.tables, count, _threads())
     if refused:
         return None  # with an error
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return result
+
+
+def is_plain(x: Any) -> bool:
+    """Is it a tensor on the CPU whose numbers lie in memory one after the other, and which nobody watches?"""
+    kind = type(x)
+    return (
+        (kind is Tensor or kind is Parameter)
+        and x.is_cpu
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not x.is_neg()
+        and not _is_wrapped(x)
+        and x.is_contiguous()
+    )
+
+
+def run_ready_codes(call: tuple[Any, ...], codes: tuple[Any, ...]) -> Tensor | None:
+    """`run_ready` for the codes of a block format: elements, scales and the tensor's scale, which may be None."""
+    elements, scales, whole = codes
+    if not is_plain(elements) or not is_plain(scales) or _modes() or _is_compiling():
+        return None
+    try:
+        kernel = _state.ready.get((call, elements.dtype, scales.dtype, whole is None))
+    except TypeError:
+        return None
+    return None if kernel is None else kernel.run_ready_codes(elements, scales, whole)
 
 
 def _numbers_of(seed: Any, count: int) -> tuple[Any, ...] | None:
@@ -216,10 +237,20 @@ def _numbers_of(seed: Any, count: int) -> tuple[Any, ...] | None:
 def remember(call: tuple[Any, ...], operation: Operation, x: Tensor, out: Tensor | None, noise: Noise | None) -> None:
     """Let `run_ready` make this call from now on, if there is a kernel for it."""
     kernel = _state.kernels.get((operation, _CPU))
-    if isinstance(kernel, _CppKernel) and _state.policy != "never":
+    if isinstance(kernel, _CppKernel):
+        remember_kernel((call, x.dtype, None if out is None else out.dtype, noise is None), kernel)
+
+
+def remember_kernel(known_by: tuple[Any, ...], kernel: Any) -> None:
+    if _state.policy != "never":
         if len(_state.ready) >= MOST_READY:
             _state.ready.clear()
-        _state.ready[call, x.dtype, None if out is None else out.dtype, noise is None] = kernel
+        _state.ready[known_by] = kernel
+
+
+def built(what: Any) -> Any:
+    """The kernel on a CPU, if it was built."""
+    return _state.kernels.get((what, _CPU))
 
 
 def _pieces(count: int, noise: Noise | None, most: int) -> list[tuple[int, int]]:
@@ -297,6 +328,8 @@ def _quantizer(format: str, rounding: str, saturate: bool, dtype: torch.dtype) -
 
 class _CppKernel:
     """One operation on a CPU, for any number of elements. `run` takes addresses; it returns 1 if it met what is refused."""
+
+    of_blocks = False
 
     def __init__(self, operation: Operation) -> None:
         refuses = isinstance(operation, Encode) and operation.refuses_nan

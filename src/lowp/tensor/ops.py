@@ -16,7 +16,7 @@ from torch import Tensor
 from lowp import compat
 from lowp.formats import AnyFormat, BlockFormat, FormatLike, Rounding
 from lowp.formats import format as parse_format
-from lowp.tensor import block, kernels
+from lowp.tensor import block, block_kernels, kernels
 from lowp.tensor.block import BlockCodes
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import Operation, code_dtype, decode_operation, encode_operation, quantize_operation
@@ -73,7 +73,10 @@ def quantize(
     _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
         cuts = not _someone_else_in_charge(x)
-        return _write(out, block.quantize(x.detach(), fmt, rounding, noise, saturate, axis, cuts))
+        rounded = block.quantize(x.detach(), fmt, rounding, noise, saturate, axis, cuts)
+        if cuts and out is None and axis == -1:
+            block_kernels.remember(call, "quantize", fmt, x, rounding, saturate, "raise", False)
+        return _write(out, rounded)
     operation = quantize_operation(fmt, x.dtype, rounding, saturate, x.dtype if out is None else out.dtype)
     return _apply(operation, x, noise, operation.out_dtype, out, call=call)
 
@@ -118,7 +121,7 @@ def encode(
         return BlockCodes(*codes) if isinstance(codes, tuple) else _write(out, codes)
     call = ("encode", format, rounding, saturate, nan, pack)
     if (ready := _ready(call, x, out, seed, axis)) is not None:
-        return ready
+        return BlockCodes(*ready) if isinstance(ready, tuple) else ready
     fmt, noise = _check(x, format, rounding, seed, "encode")
     x = x.resolve_neg()
     if nan not in ("raise", "zero", "saturate"):
@@ -131,7 +134,11 @@ def encode(
     if isinstance(fmt, BlockFormat):
         if out is not None:
             raise ValueError(f"{fmt} encodes to several tensors: out= is not for block formats")
-        return block.encode(x.detach(), fmt, rounding, noise, nan, pack, saturate, axis, not _someone_else_in_charge(x))
+        eager = not _someone_else_in_charge(x)
+        codes = block.encode(x.detach(), fmt, rounding, noise, nan, pack, saturate, axis, eager)
+        if eager and axis == -1 and (nan != "raise" or fmt.has_nan):  # else numbers must be looked at first, each time
+            block_kernels.remember(call, "encode", fmt, x, rounding, saturate, nan, pack)
+        return codes
     if pack and fmt.bits < 8:
         return _write(out, pack_codes(encode(x, fmt, rounding, saturate=saturate, seed=seed, nan=nan), fmt))
     if out is not None:
@@ -167,13 +174,19 @@ def decode(
     call = ("decode", format, dtype)
     if size is None and (ready := _ready(call, codes, out, None, axis)) is not None:
         return ready
+    whole_bytes = type(codes) is BlockCodes and size is None and out is None and type(axis) is int and axis == -1
+    if whole_bytes and (ready := kernels.run_ready_codes(call, codes)) is not None:
+        return ready
     fmt = parse_format(format)
     if dtype not in CARRIERS:
         raise TypeError(f"decode gives float64, float32, float16 or bfloat16, not {dtype}")
     _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
         cuts = isinstance(codes, tuple) and not _someone_else_in_charge(codes[0])
-        return _write(out, block.decode(codes, fmt, dtype, size, axis, cuts))  # type: ignore[arg-type]  # it checks
+        numbers = block.decode(codes, fmt, dtype, size, axis, cuts)  # type: ignore[arg-type]  # it checks
+        if cuts and whole_bytes and codes[0].dtype not in PAIRS:
+            block_kernels.remember(call, "decode", fmt, (codes, dtype), "nearest", True, "zero", False)
+        return _write(out, numbers)
     if not isinstance(codes, Tensor) or (found := as_codes(codes, fmt)) is None:
         given = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"codes of {fmt} are {code_dtype(fmt)} tensors, not {given}")

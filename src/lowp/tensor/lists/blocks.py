@@ -19,7 +19,7 @@ import torch
 
 from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
-from lowp.tensor.lists import cpp
+from lowp.tensor.lists import cpp, drawing
 from lowp.tensor.lists.preamble import SINGLES, preamble
 from lowp.tensor.lists.tracing import Program, Value, in_words
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, SinglePrinter
@@ -106,14 +106,16 @@ INLINE i8 load_packed(const uint8_t* p, long count) {
 """
 
 
-def build(operation: BlockOperation) -> Callable[..., int]:
-    """Compile an operation for a CPU: see `_BlockSource.text` for the arguments of the result."""
-    run = cpp.build_parallel(_BlockSource(operation).text(), _ARGUMENTS)
-    run.restype = ctypes.c_int
-    return run
-
-
-_ARGUMENTS = (*[ctypes.c_void_p] * 5, *[ctypes.c_long] * 4)
+def build(operation: BlockOperation) -> tuple[Callable[..., int], Callable[..., int] | None]:
+    """Compile an operation for a CPU: see `_BlockSource.text` for the arguments of the result. The second, where rounding is
+    stochastic, takes the five numbers that a key is made of in the place of its address."""
+    text, address, number = _BlockSource(operation).text(), ctypes.c_void_p, ctypes.c_long
+    run = cpp.build_parallel(text, [address] * 5 + [number] * 4)
+    run_drawn = cpp.build_parallel(text, [address] * 4 + [number] * 9, "run_drawn") if operation.stochastic else None
+    for function in (run, run_drawn):
+        if function is not None:
+            function.restype = ctypes.c_int
+    return run, run_drawn
 
 
 class _BlockSource:
@@ -174,6 +176,16 @@ class _BlockSource:
             "    return 1;",
             "}",
         ]
+        if self.operation.stochastic:
+            lines += [
+                drawing.key_text(),
+                f'extern "C" int run_drawn({number}* numbers, {element}* elements, {scale}* scales, float* whole, long begun, '
+                "long seed, long step, long stream, long offset, long rows, long length, long apart, long threads) {",
+                f"    int32_t key[{KEY_SIZE}];",
+                "    single::make_key(begun, seed, step, stream, offset, key);",
+                "    return run(numbers, elements, scales, whole, key, rows, length, apart, threads);",
+                "}",
+            ]
         return "\n".join([self.preamble, *self.printer.declarations(), *lines])
 
     def _stage(self, name: str, program: Program) -> list[str]:

@@ -162,7 +162,8 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
         "    const auto stretch = [=](const long first, const long last) {",
         "        const Subnormals subnormals;",
         *(
-            f"        const auto constant{place} = ::constant{place};" for place in printer.constants.values()
+            f"        const {kind} constant{place} = splat<{kind}>(::constant{place});"
+            for (kind, _), place in printer.constants.items()
         ),  # a register each
         *(
             f"        const {kind} {v.name} = splat<{kind}>(numbers[{place}]);"

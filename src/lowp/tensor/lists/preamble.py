@@ -78,7 +78,8 @@ template <class V> using element = std::remove_reference_t<decltype(V{}[0])>;
 #if REGISTER == 64
 typedef int64_t i64 __attribute__((vector_size(8 * LANES)));
 typedef double f64 __attribute__((vector_size(8 * LANES)));
-template <class V, class S> INLINE V splat(S s) { return (element<V>)s - V{}; }  // x - 0 is x, also for -0.0
+template <class V, class S> INLINE V splat(S s) {  // of a number: x - 0 is x, also for -0.0; or of what is a vector already
+    if constexpr (std::is_same_v<V, S>) return s; else return (element<V>)s - V{}; }
 template <class V, class W> INLINE V converted(W x) { return __builtin_convertvector(x, V); }
 #define CHOOSE(mask, yes, no) ((mask) ? (yes) : (no))
 #define CONVERT(x, V) __builtin_convertvector(x, V)
@@ -110,7 +111,8 @@ template <class V> INLINE half<V> half_of(V x, int which) { union { V v; half<V>
 template <class V> INLINE V joined(half<V> low, half<V> high) {
     union { half<V> h[2]; V v; } both = {{low, high}}; return both.v; }
 template <class V, class S> INLINE V splat(S s) {
-    if constexpr (is_two<V>) return V{splat<typename V::half>(s), splat<typename V::half>(s)};
+    if constexpr (std::is_same_v<V, S>) return s;
+    else if constexpr (is_two<V>) return V{splat<typename V::half>(s), splat<typename V::half>(s)};
     else return (element<V>)s - V{}; }
 template <class M, class V> INLINE V chosen(M mask, V yes, V no) {
     if constexpr (is_two<V>) return {mask.low ? yes.low : no.low, mask.high ? yes.high : no.high};
@@ -293,6 +295,8 @@ SINGLES = (
 #undef CONVERT
 #define CHOOSE(mask, yes, no) ((mask) ? (yes) : (no))
 #define CONVERT(x, V) converted<V>(x)
+#ifndef SINGLE_NUMBERS
+#define SINGLE_NUMBERS
 namespace single {
 typedef int8_t i8; typedef int16_t i16; typedef uint16_t u16; typedef int32_t i32; typedef int64_t i64;
 typedef float f32; typedef double f64;
@@ -301,6 +305,9 @@ template <class V, class W> INLINE V seen_as(W x) { V v; memcpy(&v, &x, sizeof v
 template <class V, class W> INLINE V converted(W x) { return std::is_same_v<W, bool> ? -(V)x : (V)x; }  // truth is all ones
 template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
 template <class V> INLINE V smaller(V a, V b) { return a < b ? a : b; }
+}
+#endif
+namespace single {
 """,
     r"""
 }
