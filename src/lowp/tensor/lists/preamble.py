@@ -26,7 +26,7 @@ _TYPES = r"""
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define REGISTER 64
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define REGISTER 32
@@ -60,6 +60,14 @@ typedef float f32 __attribute__((vector_size(4 * LANES)));
 #define LANE_NUMBERS i32{0, 1, 2, 3}
 #endif
 #define INLINE static inline __attribute__((always_inline))
+// The compiler no longer knows that a vector is a constant. It would make it anew, with two instructions, wherever it is used.
+#if defined(__x86_64__)
+#define KEEP(vector) asm("" : "+v"(vector))
+#elif defined(__aarch64__)
+#define KEEP(vector) asm("" : "+w"(vector))
+#else
+#define KEEP(vector) asm("" : "+m"(vector))
+#endif
 // Subnormal numbers count, whatever the calling thread was told (torch.set_flush_denormal).
 struct Subnormals {
 #if defined(__x86_64__)
@@ -75,7 +83,9 @@ template <class V> using element = std::remove_reference_t<decltype(V{}[0])>;
 #if REGISTER == 64
 typedef int64_t i64 __attribute__((vector_size(8 * LANES)));
 typedef double f64 __attribute__((vector_size(8 * LANES)));
-template <class V, class S> INLINE V splat(S s) { return (element<V>)s - V{}; }  // x - 0 is x, also for -0.0
+template <class V, class S> INLINE V splat(S s) {
+    if constexpr (std::is_same_v<V, S>) return s;
+    else return (element<V>)s - V{}; }  // x - 0 is x, also for -0.0
 template <class V, class W> INLINE V converted(W x) { return __builtin_convertvector(x, V); }
 #define CHOOSE(mask, yes, no) ((mask) ? (yes) : (no))
 #define CONVERT(x, V) __builtin_convertvector(x, V)
@@ -107,7 +117,8 @@ template <class V> INLINE half<V> half_of(V x, int which) { union { V v; half<V>
 template <class V> INLINE V joined(half<V> low, half<V> high) {
     union { half<V> h[2]; V v; } both = {{low, high}}; return both.v; }
 template <class V, class S> INLINE V splat(S s) {
-    if constexpr (is_two<V>) return V{splat<typename V::half>(s), splat<typename V::half>(s)};
+    if constexpr (std::is_same_v<V, S>) return s;
+    else if constexpr (is_two<V>) return V{splat<typename V::half>(s), splat<typename V::half>(s)};
     else return (element<V>)s - V{}; }
 template <class M, class V> INLINE V chosen(M mask, V yes, V no) {
     if constexpr (is_two<V>) return {mask.low ? yes.low : no.low, mask.high ? yes.high : no.high};
@@ -204,6 +215,19 @@ INLINE f64 look_up_f64(const double* table, i32 index) {
     union { f64 v; __m512d h[2]; } r; union { i32 v; __m256i h[2]; } at; at.v = index;
     r.h[0] = _mm512_i32gather_pd(at.h[0], table, 8); r.h[1] = _mm512_i32gather_pd(at.h[1], table, 8); return r.v; }
 #elif defined(AVX512_64)
+CONVERTED(i32, i16, _mm256_cvtepi16_epi32, __m128i)
+CONVERTED(i32, u16, _mm256_cvtepu16_epi32, __m128i)
+CONVERTED(i64, i32, _mm512_cvtepi32_epi64, __m256i)
+CONVERTED(i32, i64, _mm512_cvtepi64_epi32, __m512i)
+CONVERTED(i64, f32, _mm512_cvttps_epi64, __m256)
+CONVERTED(f32, i64, _mm512_cvtepi64_ps, __m512i)
+CONVERTED(f64, f32, _mm512_cvtps_pd, __m256)
+CONVERTED(f32, f64, _mm512_cvtpd_ps, __m512d)
+INLINE i32 larger(i32 a, i32 b) { return (i32)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+INLINE i32 smaller(i32 a, i32 b) { return (i32)_mm256_min_epi32((__m256i)a, (__m256i)b); }
+INLINE f32 larger(f32 a, f32 b) { return (f32)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE f32 smaller(f32 a, f32 b) { return (f32)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE f32 square_root(f32 x) { return (f32)_mm256_sqrt_ps((__m256)x); }
 INLINE i64 larger(i64 a, i64 b) { return (i64)_mm512_max_epi64((__m512i)a, (__m512i)b); }
 INLINE i64 smaller(i64 a, i64 b) { return (i64)_mm512_min_epi64((__m512i)a, (__m512i)b); }
 INLINE f64 larger(f64 a, f64 b) { return (f64)_mm512_max_pd((__m512d)a, (__m512d)b); }
