@@ -26,7 +26,7 @@ from lowp.optim.kernels import Layout
 from lowp.optim.rules import LAMBRule
 from lowp.optim.sharding import LocalParameter, is_sharded
 from lowp.tensor.carrier import F32
-from lowp.tensor.lists.function import Lists, tables_on
+from lowp.tensor.lists.function import Lists, tables_on, work_of
 from lowp.tensor.noise import Domain, stream_of
 from lowp.tensor.table import bits_of_number
 
@@ -124,7 +124,7 @@ class Chosen:
         self.bounds = family.bounds if self._places is None else family.bounds[:, self._places]
         self.numbers = self._zeros(self.layout.numbers, count, torch.int32)
         self._no_numbers = self._zeros(0, count, torch.int32)
-        work = sum(m.placement.local.numel() for m in self.members)
+        work = work_of([m.placement.local.numel() for m in self.members])
         fixed = torch.tensor(known, dtype=torch.int64).to(self.device)
         self._table = Lists([[*fixed, *self._measured, self.units[0], *self.bounds, *self.numbers]], work=work)
         self._measure, self._close = kernels.measure(self.layout), scales.closing(self.layout)

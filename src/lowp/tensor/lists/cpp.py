@@ -16,6 +16,7 @@ import platform
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ from lowp.tensor.lists.tracing import Element, Program, Statement, Value
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer
 
 LONGEST_BLOCK = 4096  # elements
-_AHEAD = 4096  # bytes: a page
+# Processors fetch ahead by themselves, but only to the end of a page of 4 KB. So much further (bytes) we ask for it: then a
+# step of SGD takes 8 ns for 16 numbers instead of 10 (docs/LOG.md).
+_AHEAD = 2048
+_LINE = 64  # bytes that are fetched together
 _SIGNATURE = """
 extern "C" void run(const int64_t* pointers, const int64_t* lengths, const int64_t* widths, const int32_t* numbers,
                     long tensors, long columns, const float* scalars, const int64_t* tables, int64_t* reduced,
@@ -49,8 +53,6 @@ _CHUNK = """
         const long tensor = chunk_tensor[chunk], begin = chunk_start[chunk], length = lengths[tensor];
         const long size = chunk_sizes[tensor], end = begin + size < length ? begin + size : length;"""
 
-_LOOP = "long e = b; for (; e + LANES <= stop; e += LANES) stage{0}(e, LANES); if (e < stop) stage{0}(e, stop - e);"
-
 
 class _Source:
     """The text, piece by piece."""
@@ -61,6 +63,7 @@ class _Source:
         apart = drawing.taken_apart(program)
         # Of blocks, the numbers before and after their maxima are known would each need the words.
         self.drawn, program = apart if len(_stages(program)) == 1 else (None, program)
+        self.fixed, program = _of_tensors_alone(program)
         self.program = program
         self.elements = elements
         self.reductions = reductions
@@ -76,7 +79,11 @@ class _Source:
         lines += [f"    const {SCALARS[d]}* table{i} = (const {SCALARS[d]}*)tables[{i}];" for i, d in enumerate(tables)]
         inner = [*self._of_tensor(), *self._of_block(), *self._reduce(), "    }", "}"]
         # Inside the loop over chunks, so that they are the thread's own, in registers, and not asked for in memory again.
-        lines += [_CHUNK, *(f"        const auto constant{i} = ::constant{i};" for i in self.printer.constants.values())]
+        lines.append(_CHUNK)
+        lines += [
+            f"        {kind} constant{i} = splat<{kind}>(::constant{i}); KEEP(constant{i});"
+            for (kind, _), i in self.printer.constants.items()
+        ]
         lines += [f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in self.program.scalars.items()]
         lines += inner
         begin = [preamble(self._wide()), *([drawing.PREAMBLE] if self.drawn else [])]
@@ -95,6 +102,7 @@ class _Source:
             lines.append(f"        {kind}* p{i} = ({kind}*)pointers[tensor * columns + {i}];")
         for place, v, kind in drawing.typed_numbers(self.program, self.drawn):
             lines.append(f"        const {kind} {v.name} = splat<{kind}>(numbers[{place} * tensors + tensor]);")
+        lines += [f"        const {TYPES[s.result.dtype]} {s.result.name} = {self.printer.expression(s)};" for s in self.fixed]
         return lines + [f"        {'i32' if kind == 'max' else 'i64'} r{i} = {{}};" for i, kind in enumerate(self.reductions)]
 
     def _of_block(self) -> list[str]:
@@ -111,26 +119,48 @@ class _Source:
             more = self.drawn.parameters if self.drawn else ""
             lines += [f"            const auto stage{number} = [&](long e, long count{more}) __attribute__((always_inline)) {{"]
             lines += ["                " + line for line in self._body(number, statements, maxima)]
-            lines += ["            };", *("            " + line for line in self._loop(number))]
+            lines += ["            };", *("            " + line for line in self._loop(number, statements, maxima))]
             lines += [f"            const f32 {m.result.name} = splat<f32>(largest_of(most_{m.result.name}));" for m in maxima]
         return [*lines, "        }"]
 
-    def _loop(self, number: int) -> list[str]:
-        if self.drawn is None:
-            return [f"{{ {_LOOP.format(number)} }}"]
-        return self.drawn.loop(f"stage{number}", "b", "stop", f"numbers[{self.drawn.first} * tensors + tensor]")
+    def _loop(self, number: int, statements: list[Statement], maxima: list[Statement]) -> list[str]:
+        """Two vectors at a time: of 16-bit numbers they are a line of the cache where a register has as many bytes."""
+        ahead = self._ahead(self._needed(number, statements, maxima))
+        if self.drawn is not None:
+            return self.drawn.loop(f"stage{number}", "b", "stop", f"numbers[{self.drawn.first} * tensors + tensor]", ahead)
+        return [
+            "{",
+            "    long e = b;",
+            "    for (; e + 2 * LANES <= stop; e += 2 * LANES) {",
+            *("        " + line for line in ahead),
+            f"        stage{number}(e, LANES); stage{number}(e + LANES, LANES);",
+            "    }",
+            f"    for (; e < stop; e += LANES) stage{number}(e, stop - e < LANES ? stop - e : LANES);",
+            "}",
+        ]
+
+    def _ahead(self, needed: set[str]) -> list[str]:
+        """Ask for the elements that will be read some pairs of vectors later."""
+        return [
+            f"for (long at = 0; at < 2 * LANES * {e.dtype.itemsize}; at += {_LINE}) "
+            f"__builtin_prefetch((const char*)(p{i} + e) + {_AHEAD} + at);"
+            for i, e in enumerate(self.elements)
+            if not e.of_block and f"x{i}" in needed
+        ]
+
+    def _needed(self, number: int, statements: list[Statement], maxima: list[Statement]) -> set[str]:
+        """The names that a stage reads, or gives."""
+        last = number == len(self.stages) - 1
+        return _read(statements, maxima) | ({v.name for v in self.program.results} if last else set())
 
     def _body(self, number: int, statements: list[Statement], maxima: list[Statement]) -> list[str]:
         """As many elements as a vector holds."""
-        last = number == len(self.stages) - 1
-        needed = _read(statements, maxima) | ({v.name for v in self.program.results} if last else set())
+        last, needed = number == len(self.stages) - 1, self._needed(number, statements, maxima)
         lines = ["const i32 index = splat<i32>((int32_t)e) + LANE_NUMBERS;"]
         lines += ["const i32 inside = (index - splat<i32>((int32_t)e)) < splat<i32>((int32_t)count);"]
         for i, e in enumerate(self.elements):
             if not e.of_block and f"x{i}" in needed:
                 lines.append(f"const {TYPES[e.dtype]} x{i} = load<{TYPES[e.dtype]}>(p{i} + e, count);")
-                if not self.written:  # one or two arrays are read, and nothing else is done: processors fetch to a page's end
-                    lines.append(f"__builtin_prefetch((const char*)(p{i} + e) + {_AHEAD});")
         if number > 0:
             lines += [f"const {TYPES[v.dtype]} {v.name} = kept_{v.name}[(e - b) / LANES];" for v in self.kept]
         lines += lines_of(self.printer, statements, needed - _read(statements, []) | {v.name for v in self.kept})
@@ -165,6 +195,20 @@ class _Source:
                 f"        {'largest_into' if kind == 'max' else 'sum_into'}(reduced + {i} * tensors + tensor, whole{i});"
             )
         return lines
+
+
+def _of_tensors_alone(program: Program) -> tuple[list[Statement], Program]:
+    """What depends on a tensor's numbers and the call's scalars alone, such as LARS's rate of a layer; and the rest."""
+    known = {v.name for v in (*program.numbers.values(), *program.scalars.values())}
+    fixed, rest = [], []
+    for s in program.statements:
+        values = [a.name for a in s.arguments if isinstance(a, Value)]
+        if values and known.issuperset(values) and s.operation not in ("shortcut", "amax"):
+            known.add(s.result.name)
+            fixed.append(s)
+        else:
+            rest.append(s)
+    return fixed, replace(program, statements=tuple(rest))
 
 
 Stage = tuple[list[Statement], list[Statement]]  # statements, then maxima over the block

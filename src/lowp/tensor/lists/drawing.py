@@ -7,6 +7,7 @@ two vectors: `pair` is a vector of twice as many words. The rest of the program 
 The key of a call is made there too (`key_text`): in Python its 200 operations take longer than a small call.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,29 +64,41 @@ class Drawing:
         """Of the function that works on one vector, behind the others."""
         return "".join(f", const u16 {v.name}" for v in self.words)
 
-    def loop(self, body: str, begin: str, end: str, first: str) -> list[str]:
-        """`body(e, count, words...)` from `begin` to `end`; `first` is the text of the number that is added to indices."""
+    def loop(self, body: str, begin: str, end: str, first: str, ahead: Sequence[str] = ()) -> list[str]:
+        """`body(e, count, words...)` from `begin` to `end`; `first` is the text of the number that is added to indices.
+        `ahead` are lines that fetch what the body reads some pairs later."""
 
         def halves(which: str) -> str:
             return "".join(f", {which}_half({v.name})" for v in self.words)
 
         own = "".join(f", of_{v.name}[h]" for v in self.words)
         printer = _PairPrinter()
-        statements = [f"    const pair {s.result.name} = {printer.expression(s)};" for s in self.statements]
+        statements = [f"        const pair {s.result.name} = {printer.expression(s)};" for s in self.statements]
         return [
-            f"for (long e = {begin}; e < {end}; e += 2 * LANES) {{",
-            f"    const uint32_t at = (uint32_t)e + (uint32_t)({first});",
-            f"    const pair {self.low.name} = splat<pair>((uint16_t)at) + PAIR_NUMBERS;",
+            *printer.declared(),
+            f"const uint32_t first_index = (uint32_t)({first});",
+            "pair both = splat<pair>((uint16_t)(2 * LANES)); KEEP(both);",
+            f"for (long e = {begin}; e < {end};) {{",
+            "    const uint32_t at = (uint32_t)e + first_index;",
+            "    pair low_words = splat<pair>((uint16_t)at) + PAIR_NUMBERS;",
             # where the sum of the lower words has wrapped around: a comparison gives -1
-            f"    const pair {self.high.name} = splat<pair>((uint16_t)(at >> 16)) - (pair)({self.low.name} < PAIR_NUMBERS);",
+            f"    const pair {self.high.name} = splat<pair>((uint16_t)(at >> 16)) - (pair)(low_words < PAIR_NUMBERS);",
+            # The upper words are the same until the lower ones wrap around, if they do that between two pairs.
+            "    const long same = at % (2 * LANES) == 0 ? 65536 - (long)(uint16_t)at : 2 * LANES;",
+            f"    const long until = e + same < {end} ? e + same : {end};",
+            "    for (; e < until; e += 2 * LANES) {",
+            *("        " + line for line in ahead),
+            f"        const pair {self.low.name} = low_words;",
+            "        low_words += both;",
             *statements,
-            f"    if (__builtin_expect(e + 2 * LANES <= {end}, 1)) {{",
-            f"        {body}(e, LANES{halves('first')}); {body}(e + LANES, LANES{halves('second')});",
-            "    } else {",
-            *(f"        const u16 of_{v.name}[] = {{first_half({v.name}), second_half({v.name})}};" for v in self.words),
-            f"        for (long h = 0; e + h * LANES < {end}; h++) {{",
-            f"            const long left = {end} - (e + h * LANES);",
-            f"            {body}(e + h * LANES, left < LANES ? left : LANES{own});",
+            f"        if (__builtin_expect(e + 2 * LANES <= {end}, 1)) {{",
+            f"            {body}(e, LANES{halves('first')}); {body}(e + LANES, LANES{halves('second')});",
+            "        } else {",
+            *(f"            const u16 of_{v.name}[] = {{first_half({v.name}), second_half({v.name})}};" for v in self.words),
+            f"            for (long h = 0; e + h * LANES < {end}; h++) {{",
+            f"                const long left = {end} - (e + h * LANES);",
+            f"                {body}(e + h * LANES, left < LANES ? left : LANES{own});",
+            "            }",
             "        }",
             "    }",
             "}",
@@ -93,10 +106,20 @@ class Drawing:
 
 
 class _PairPrinter(Printer):
+    """Constants are made before the loop."""
+
     def literal(self, constant: object, dtype: torch.dtype, shift: bool = False) -> str:
         assert dtype == WORD
         assert isinstance(constant, int)
-        return f"splat<pair>((uint16_t){constant & 0xFFFF})"
+        if shift:
+            return f"splat<pair>((uint16_t){constant & 0xFFFF})"
+        return f"word{self.constants.setdefault(('pair', str(constant & 0xFFFF)), len(self.constants))}"
+
+    def declared(self) -> list[str]:
+        return [
+            f"pair word{place} = splat<pair>((uint16_t){text}); KEEP(word{place});"
+            for (_, text), place in self.constants.items()
+        ]
 
 
 def taken_apart(program: Program) -> tuple[Drawing | None, Program]:

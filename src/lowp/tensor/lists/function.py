@@ -26,7 +26,9 @@ from lowp.tensor.lists.tracing import Element, in_words, trace
 from lowp.tensor.memory import flat_memory
 from lowp.tensor.table import Table
 
-_CPU_CHUNK = 1 << 14  # elements: all arguments of a chunk fit into a core's cache
+_CPU_CHUNK, _CPU_CHUNKS = 1 << 16, 32  # elements of a chunk, at most; chunks, at least, so that threads end together
+_CPU_BLOCKS = 1 << 14  # elements of a chunk of blocks
+_CPU_OVERHEAD = 1 << 12  # elements that a tensor counts as beside its own: plain operations take as long for few as for so many
 _WORTH_THREADS = 1 << 16  # elements
 # Measured on an H200 (docs/LOG.md). A program of several steps looks up once what a tensor has of its own.
 _CUDA_CHUNK, _CUDA_STEPS = 1 << 9, 16  # elements of a step; steps of a program, at most
@@ -59,7 +61,7 @@ class Lists:
 
     A function may take fewer arguments than a row has tensors: the first ones.
     `widths` are the lengths of the tensors' blocks (which divide them); only functions that ask something of blocks need them.
-    `work` is how many elements a call stands for, if not for these: a kernel is built when there is enough of it. Arrays are
+    `work` is what a call stands for (`work_of`), if not for these: a kernel is built when there is enough of it. Arrays are
     numpy's on a CPU and tensors on a device; they are made once, and stay where they are.
     """
 
@@ -70,7 +72,7 @@ class Lists:
         self.device = self._rows[0][0].device
         self.lengths = [row[0].numel() for row in self._rows]
         self.elements = sum(self.lengths)
-        self.work = self.elements if work is None else work
+        self.work = work_of(self.lengths) if work is None else work
         self.widths = list(widths) if widths is not None else [max(length, 1) for length in self.lengths]
         self.columns = len(self._rows[0])
         self._pointers = np.array([[x.data_ptr() for x in row] for row in self._rows], dtype=np.int64)
@@ -127,7 +129,8 @@ class Lists:
 
     def _cut(self, of_blocks: bool, writes: bool) -> list[Chunks]:
         if self.device.type == "cpu":
-            steps = [width * max(1, _CPU_CHUNK // width) if of_blocks else _CPU_CHUNK for width in self.widths]
+            size = max(1 << 12, min(_CPU_CHUNK, self.elements // _CPU_CHUNKS // 64 * 64))
+            steps = [width * max(1, _CPU_BLOCKS // width) if of_blocks else size for width in self.widths]
             return [self._starts(range(self.tensors), steps)]
         return self.cut_for_cuda(of_blocks, writes)
 
@@ -157,6 +160,11 @@ class Lists:
         cut = np.concatenate(tensors)[order], np.concatenate(starts)[order], np.array(each, dtype=np.int64)
         there = [self._put(part) for part in cut]
         return Chunks(there[0], there[1], there[2], size, rows, steps)
+
+
+def work_of(lengths: Sequence[int]) -> int:
+    """How much there is to do for tensors of these lengths, in elements."""
+    return sum(lengths) + _CPU_OVERHEAD * len(lengths)
 
 
 def _are_aligned(pointers: np.ndarray) -> bool:

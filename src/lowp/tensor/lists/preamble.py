@@ -29,7 +29,7 @@ HEADERS = """\
 """
 
 _TYPES = r"""
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define REGISTER 64
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define REGISTER 32
@@ -63,6 +63,14 @@ typedef float f32 __attribute__((vector_size(4 * LANES)));
 #define LANE_NUMBERS i32{0, 1, 2, 3}
 #endif
 #define INLINE static inline __attribute__((always_inline))
+// The compiler no longer knows that a vector is a constant. It would make it anew, with two instructions, wherever it is used.
+#if defined(__x86_64__)
+#define KEEP(vector) asm("" : "+v"(vector))
+#elif defined(__aarch64__)
+#define KEEP(vector) asm("" : "+w"(vector))
+#else
+#define KEEP(vector) asm("" : "+m"(vector))
+#endif
 // Subnormal numbers count, whatever the calling thread was told (torch.set_flush_denormal).
 struct Subnormals {
 #if defined(__x86_64__)
@@ -209,6 +217,19 @@ INLINE f64 look_up_f64(const double* table, i32 index) {
     union { f64 v; __m512d h[2]; } r; union { i32 v; __m256i h[2]; } at; at.v = index;
     r.h[0] = _mm512_i32gather_pd(at.h[0], table, 8); r.h[1] = _mm512_i32gather_pd(at.h[1], table, 8); return r.v; }
 #elif defined(AVX512_64)
+CONVERTED(i32, i16, _mm256_cvtepi16_epi32, __m128i)
+CONVERTED(i32, u16, _mm256_cvtepu16_epi32, __m128i)
+CONVERTED(i64, i32, _mm512_cvtepi32_epi64, __m256i)
+CONVERTED(i32, i64, _mm512_cvtepi64_epi32, __m512i)
+CONVERTED(i64, f32, _mm512_cvttps_epi64, __m256)
+CONVERTED(f32, i64, _mm512_cvtepi64_ps, __m512i)
+CONVERTED(f64, f32, _mm512_cvtps_pd, __m256)
+CONVERTED(f32, f64, _mm512_cvtpd_ps, __m512d)
+INLINE i32 larger(i32 a, i32 b) { return (i32)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+INLINE i32 smaller(i32 a, i32 b) { return (i32)_mm256_min_epi32((__m256i)a, (__m256i)b); }
+INLINE f32 larger(f32 a, f32 b) { return (f32)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE f32 smaller(f32 a, f32 b) { return (f32)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE f32 square_root(f32 x) { return (f32)_mm256_sqrt_ps((__m256)x); }
 INLINE i64 larger(i64 a, i64 b) { return (i64)_mm512_max_epi64((__m512i)a, (__m512i)b); }
 INLINE i64 smaller(i64 a, i64 b) { return (i64)_mm512_min_epi64((__m512i)a, (__m512i)b); }
 INLINE f64 larger(f64 a, f64 b) { return (f64)_mm512_max_pd((__m512d)a, (__m512d)b); }
