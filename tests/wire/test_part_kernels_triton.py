@@ -38,11 +38,11 @@ def as_for_cuda():
 def interpret(function, source, target, table, numbers=None, of_layer=None, maxima=None, messages=1, message_stride=0):
     """What `TritonPartsKernel` does, without a GPU."""
     from lowp.tensor.lists import triton
-    from lowp.tensor.lists.parts_triton import _TritonParts
+    from lowp.tensor.lists.parts_triton import _TritonParts, loose_columns
 
     with as_for_cuda():
         each, finish, tables = function.trace(torch.device("cpu"))
-    text = _TritonParts(function, each, finish, len(tables), ROWS, table.alignment, False, messages == 1).text()
+    text = _TritonParts(function, each, finish, len(tables), ROWS, loose_columns(function, table), False, messages == 1).text()
     records, nothing = table.records(function.tile, ROWS), torch.zeros(1, dtype=torch.int32)
     given = [nothing if x is None else x for x in (numbers, nothing.float() if of_layer is None else of_layer)]
     layers = 0 if of_layer is None else of_layer.shape[-1]
