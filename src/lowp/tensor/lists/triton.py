@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowp.tensor.grid import stochastic_rank_in_assembly
 from lowp.tensor.lists import four_bits
 from lowp.tensor.lists.tracing import COMPARE, INFIX, Element, Program, Statement, Value
+from lowp.tensor.noise import philox_in_assembly
 
 IMPORTS = ("import triton", "import triton.language as tl", "from triton.language.extra.cuda import libdevice", "", "")
 TYPES = {
@@ -81,6 +83,15 @@ def expression(s: Statement) -> str:
         case "sum_cut":  # 2^23 and the whole part of a sum (grid.encode_by_words)
             text = "{ .reg .f32 t; add.rz.f32 t, $1, $2; add.rz.f32 $0, t, 0f4B000000; }"
             return f'tl.inline_asm_elementwise("{text}", "=f,f,f", [{a[0]}, {a[1]}], dtype=tl.float32, is_pure=True, pack=1)'
+        case operation if operation.startswith("stochastic_rank"):
+            text = stochastic_rank_in_assembly(operation)
+            given = ", ".join(argument.name for argument in s.arguments)
+            return f'tl.inline_asm_elementwise("{text}", "=r,f,r", [{given}], dtype=tl.int32, is_pure=True, pack=1)'
+        case "philox0" | "philox1":
+            constraints = "=r" + ",r" * len(a)
+            text = philox_in_assembly(s.operation, len(a) - 1)
+            arguments = ", ".join(map(str, a))
+            return f'tl.inline_asm_elementwise("{text}", "{constraints}", [{arguments}], dtype=tl.int32, is_pure=True, pack=1)'
         case "reciprocal":  # not rounded correctly: to some 22 bits
             return f"1.0 / {a[0]}"
         case "round":
@@ -159,9 +170,9 @@ def _look_up(s: Statement) -> str | None:
     if s.operation != "look_up" or s.result.dtype != torch.int32:
         return None
     table, index = s.arguments
-    address = f"(table{table} + {_argument(index, torch.int32)}).to(tl.int64)"
-    text = '"ld.global.nc.b32 $0, [$1];", "=r,l"'
-    return f"tl.inline_asm_elementwise({text}, [{address}], dtype=tl.int32, is_pure=True, pack=1)"
+    text = '"{ .reg .b64 at; mad.wide.u32 at, $1, 4, $2; ld.global.nc.b32 $0, [at]; }", "=r,r,l"'
+    given = f"{_argument(index, torch.int32)}, table{table}.to(tl.int64)"
+    return f"tl.inline_asm_elementwise({text}, [{given}], dtype=tl.int32, is_pure=True, pack=1)"
 
 
 def _needed(program: Program) -> list[int]:
