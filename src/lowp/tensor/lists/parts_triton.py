@@ -1,9 +1,9 @@
 """A function of the parts of a bucket (parts.py) as one Triton launch.
 
-A program works on one item: some tiles of one part, `rows` of them at a time. Every vector of a tile is a block [rows, 16]:
-rows are tiles, and a row's 16 numbers lie side by side in memory. Steps whose tiles are all full take a way without masks.
-A thread has a few neighbours of a row, and reads or writes them at once, where the part's offsets allow it. Parts whose offsets do
-not (a layer that begins at an odd place) take another way in the same kernel, with one number for each access.
+A program works on one item: `rows` tiles of one part. Every vector of a tile is a block [rows, 16]: rows are tiles, and a row's
+16 numbers lie side by side in memory. Items whose tiles are all full take a way without masks.
+A thread has a few neighbours of a row, and reads or writes them at once, where the part's offsets allow it. For parts whose
+offsets do not (those of layers that begin at an odd place) there is another way, with an access for each number.
 Multiplications and additions are not fused, divisions are correctly rounded: the same bits as on a CPU.
 """
 
@@ -25,9 +25,6 @@ WARPS = 4
 _TOGETHER = 4
 _TOGETHER_CODES = 8  # where there are codes alone
 _REGISTERS = 64  # of a thread: 8 programs at once on each processor
-STEPS = 1  # of a program, at most
-AHEAD = False  # does a step read the next one's numbers?
-PROGRAMS = 1 << 10  # at least, before one of them takes more steps
 
 
 def _item(what: PartsFunction, program: Program) -> int:
@@ -49,28 +46,22 @@ class TritonPartsKernel:
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._addresses = [table.data_ptr() for table in self._tables]
-        self._get((), True, True, STEPS)  # what cannot be compiled is found out here
+        self._get((), True, True)  # what cannot be compiled is found out here
 
-    def _steps(self, table: PartTable) -> int:
-        """Of a program: several where there are many elements, so that every processor still gets several programs."""
-        return STEPS if table.elements >= STEPS * PROGRAMS * self._rows * self._what.tile else 1
-
-    def _get(self, loose: tuple[int, ...], aligned: bool, one: bool, steps: int) -> Any:
+    def _get(self, loose: tuple[int, ...], aligned: bool, one: bool) -> Any:
         """The kernel for tables whose offsets in the columns `loose` may be any, for arrays that begin at multiples of 16 bytes
         (`aligned`), and for `one` message. (With a loop over messages in it, Triton's kernel passes numbers through shared
         memory.)"""
-        found = self._compiled.get((loose, aligned, one, steps))
+        found = self._compiled.get((loose, aligned, one))
         if found is None:
-            text = _TritonParts(
-                self._what, self._each, self._finish, len(self._tables), self._rows, loose, aligned, one, steps
-            ).text()
+            text = _TritonParts(self._what, self._each, self._finish, len(self._tables), self._rows, loose, aligned, one).text()
             kinds = [torch.uint8, torch.uint8, torch.int64, 1, 1, torch.int32, torch.float32, 1, torch.int32, 1, 1]
             examples = [*kinds, *(table.dtype for table in self._tables)]
             # The second way of a shortcut would take more registers than the usual one can spare: it may use memory.
             limit = {"maxnreg": _REGISTERS} if has_shortcuts(self._finish or self._each) else {}
             with torch.cuda.device(self._device):
                 found = build(text).warmup(*examples, grid=(1,), num_warps=WARPS, enable_fp_fusion=False, **limit)
-            self._compiled[loose, aligned, one, steps] = found
+            self._compiled[loose, aligned, one] = found
         return found
 
     def __call__(
@@ -84,14 +75,13 @@ class TritonPartsKernel:
         messages: int = 1,
         message_stride: int = 0,
     ) -> None:
-        steps = self._steps(table)
-        records, nothing = table.records(self._what.tile, self._rows * steps), self._nothing.data_ptr()
+        records, nothing = table.records(self._what.tile, self._rows), self._nothing.data_ptr()
         items = records.shape[1]
         if not items:
             return
         first, second = source.data_ptr(), nothing if target is None else target.data_ptr()
         loose = loose_columns(self._what, table)
-        launch = self._get(loose, (first | second) % 16 == 0, messages == 1, steps)[items, 1, 1]
+        launch = self._get(loose, (first | second) % 16 == 0, messages == 1)[items, 1, 1]
         arguments = (
             first,
             second,
@@ -126,17 +116,16 @@ def loose_columns(what: PartsFunction, table: PartTable) -> tuple[int, ...]:
 
 # Bytes that a tile has one of are read and written by instructions of our own. For Triton's, a thread would have to have all of
 # a row, and numbers would pass through shared memory to be so. Threads that share a row all read its byte, and all write it.
-def _read_byte(address: str, mask: str) -> str:
+# (Where threads have single numbers, 16 of them would.)
+def _read_byte(base: str, place: str, mask: str) -> str:
     text = '"ld.global.u8 $0, [$1];", "=r,l"'
-    if mask:  # behind the end the first tile's is read instead
-        address, _, place = address.partition(" + ")
-        address = f"{address} + tl.where({mask}, {place}, 0)"
-    found = f"tl.inline_asm_elementwise({text}, [({address}).to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1)"
+    place = f"tl.where({mask}, {place}, 0)" if mask else place  # behind the end the first tile's is read instead
+    found = f"tl.inline_asm_elementwise({text}, [({base} + {place}).to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1)"
     return f"tl.where({mask}, {found}, 0).to(tl.int8)" if mask else f"{found}.to(tl.int8)"
 
 
-def _write_byte(address: str, value: str, mask: str) -> str:
-    arguments, kinds = [f"({address}).to(tl.int64)", f"{value}.to(tl.int32)"], "=r,l,r"
+def _write_byte(base: str, place: str, value: str, mask: str) -> str:
+    arguments, kinds = [f"({base} + {place}).to(tl.int64)", f"{value}.to(tl.int32)"], "=r,l,r"
     text = "st.global.u8 [$1], $2; mov.u32 $0, 0;"
     if mask:
         arguments, kinds = [*arguments, f"({mask}).to(tl.int32)"], "=r,l,r,r"
@@ -157,13 +146,10 @@ class _TritonParts:
         loose: tuple[int, ...] = (),
         aligned: bool = True,
         one: bool = False,
-        steps: int = 1,
     ) -> None:
         self.what, self.each, self.finish, self.tables = what, each, finish, tables
-        self.rows, self.loose, self.aligned, self.one, self.steps = rows, loose, aligned, one, steps
-        self.together = _together(what)
-        # What waits in registers is not for programs that use up all of them.
-        self.ahead = AHEAD and steps > 1 and not has_shortcuts(finish or each)
+        self.rows, self.loose, self.aligned, self.one = rows, loose, aligned, one
+        self.together, self.apart = _together(what), False  # does a thread have single numbers?
 
     def text(self) -> str:
         tile, rows = self.what.tile, self.rows
@@ -185,9 +171,9 @@ class _TritonParts:
             # Thousands of items have one address, which takes their atomics one after the other. Most of these are not needed,
             # as what was found before shows. It is read at once, so that nothing waits for it.
             *(f"    known{i} = tl.load(maxima + {i} * parts + part)" for i in range(self.what.maxima)),
-            f"    row = tl.arange(0, {rows})[:, None]",
+            f"    tile = tl.arange(0, {rows})[:, None]",
             f"    lane = tl.arange(0, {LANES})[None, :]",
-            f"    left = tl.minimum(count - begin * {tile}, {self.steps * rows * tile}).to(tl.int32)",
+            f"    left = tl.minimum(count - begin * {tile}, {rows * tile}).to(tl.int32)",
             *("    " + line for line in self._ways()),
             *(
                 f'    tl.atomic_max(maxima + {i} * parts + part, found{i}, mask=found{i} > known{i}, sem="relaxed")'
@@ -197,11 +183,14 @@ class _TritonParts:
         return "\n".join(lines) + "\n"
 
     def _ways(self) -> list[str]:
-        """What is written to loose columns, or not at once by a thread anyway, is written number by number, all of it.
+        """Where what is read is loose, and nothing of what is written, there are two ways: for parts whose offsets are
+        multiples of what threads have together, and for others.
 
-        Where only what is read is loose, there are two ways: for parts that are not, and for those that are.
+        What is written to loose columns is written number by number, by neighbours (a thread that has several would write
+        pieces of everything that memory is written in); and reading alone is as fast so.
         """
-        if set(self.loose) & {s.column for s in self.what.stores}:
+        if self.loose and (not self.what.stores or set(self.loose) & {s.column for s in self.what.stores}):
+            self.apart = True
             return self._way(bits=0)
         bits = _together(self.what).bit_length() - 1
         if not self.loose:
@@ -222,28 +211,12 @@ class _TritonParts:
             *self._pointers(bits, loose),
             *(f"most{i} = tl.zeros([{rows}, {LANES}], tl.int32)" for i in range(self.what.maxima)),
         ]
-        found = [
-            f"found{i} = tl.max(tl.reshape(most{i}, [{rows * LANES}], can_reorder=True))" for i in range(self.what.maxima)
-        ]
-        if self.steps == 1:
-            return [
-                *pointers,
-                "step, tile = 0, row",
-                f"if left == {size}:",
-                *("    " + line for line in self._body(masked=False)),
-                "else:",
-                *("    " + line for line in self._body(masked=True)),
-                *found,
-            ]
+        found = [f"found{i} = tl.max(tl.reshape(most{i}, [{rows * LANES}], can_reorder=True))" for i in range(self.what.maxima)]
         return [
             *pointers,
-            f"full = left // {size}",
-            *self._first(),
-            "for step in range(full):",
-            f"    tile = step * {rows} + row",
+            f"if left == {size}:",
             *("    " + line for line in self._body(masked=False)),
-            f"for step in range(full, (left + {size - 1}) // {size}):",
-            f"    tile = step * {rows} + row",
+            "else:",
             *("    " + line for line in self._body(masked=True)),
             *found,
         ]
@@ -268,12 +241,11 @@ class _TritonParts:
         return lines + [f"    {v.name} = tl.load(of_layer + {p} * layers + layer)" for p, v in scalars.items()]
 
     def _place(self, s: Stream) -> str:
-        if s.of == "part":
-            return ""
+        """Counted from the item's first tile. Nothing, for what a part has one of."""
         if s.of == "tile":
-            return f" + (tile * {s.stride} + {s.place})"
+            return f"(tile * {s.stride} + {s.place})"
         place = f"tile * {s.stride} + {s.place} + lane"
-        return f" + tl.max_contiguous({place}, [1, {self.together}])" if s.dtype.itemsize < 4 else f" + ({place})"
+        return f"tl.max_contiguous({place}, [1, {self.together}])" if s.dtype.itemsize < 4 else f"({place})"
 
     def _mask(self, s: Stream) -> str:
         lane = " + lane" if s.of == "lane" and not s.padded else ""
@@ -285,30 +257,13 @@ class _TritonParts:
             base = f"in{i}"
             if more:
                 base = f"({base}.to(tl.pointer_type(tl.uint8)) + {more}).to(tl.pointer_type({_STORED[s.dtype]}))"
-            if s.of == "tile":
-                lines.append(f"{v.name} = {_read_byte(base + self._place(s), self._mask(s) if masked else '')}")
+            if s.of == "tile" and not self.apart:
+                lines.append(f"{v.name} = {_read_byte(base, self._place(s), self._mask(s) if masked else '')}")
                 continue
             mask = f", mask={self._mask(s)}, other=0" if masked and s.of != "part" else ""
-            lines.append(f"{v.name} = tl.load({base}{self._place(s)}{mask})")
+            place = "" if s.of == "part" else f" + {self._place(s)}"
+            lines.append(f"{v.name} = tl.load({base}{place}{mask})")
         return lines
-
-    def _first(self) -> list[str]:
-        """The first step's numbers, where steps read ahead."""
-        return ["tile = row", *self._read_ahead("full > 0")] if self.ahead else []
-
-    def _read_ahead(self, mask: str) -> list[str]:
-        loads = zip(self.what.loads, self.each.elements, strict=True)
-        return [f"next_{v.name} = tl.load(in{i}{self._place(s)}, mask={mask})" for i, (s, v) in enumerate(loads)]
-
-    def _numbers_ahead(self) -> list[str]:
-        """This step's numbers, which are there, and a start for the next one's."""
-        names = [v.name for v in self.each.elements]
-        return [
-            *(f"{name} = next_{name}" for name in names),
-            f"tile = (step + 1) * {self.rows} + row",
-            *self._read_ahead("step + 1 < full"),
-            f"tile = step * {self.rows} + row",
-        ]
 
     def _statements(self, program: Program) -> list[str]:
         lines, indices = [], 0
@@ -327,14 +282,14 @@ class _TritonParts:
         lines = []
         for i, (s, v) in enumerate(zip(self.what.stores, results, strict=False)):
             if s.of == "part":
-                lines += ["if begin + step == 0:", f"    tl.store(out{i}, ({v.name}).to({_STORED[s.dtype]}))"]
+                lines += ["if begin == 0:", f"    tl.store(out{i}, ({v.name}).to({_STORED[s.dtype]}))"]
                 continue
             if s.of == "tile":
-                lines.append(_write_byte(f"out{i}{self._place(s)}", v.name, self._mask(s) if masked else ""))
+                lines.append(_write_byte(f"out{i}", self._place(s), v.name, self._mask(s) if masked else ""))
                 continue
             value = f"{v.name}.to({_STORED[s.dtype]})" if v.dtype != s.dtype else v.name
             mask = f", mask={self._mask(s)}" if masked else ""
-            lines.append(f"tl.store(out{i}{self._place(s)}, {value}{mask})")
+            lines.append(f"tl.store(out{i} + {self._place(s)}, {value}{mask})")
         values = [v.name for v in results[len(self.what.stores) :]]
         each = len(values) // max(self.what.maxima, 1)
         for i in range(self.what.maxima):
@@ -367,9 +322,8 @@ class _TritonParts:
 
     def _numbers_read(self, masked: bool) -> list[str]:
         """What is read, or the sums of what messages say."""
-        read = self._numbers_ahead() if self.ahead and not masked else self._read(self.each, masked)
         if self.finish is None:
-            return read
+            return self._read(self.each, masked)
         sums = [v.name for v in self.finish.elements]
         more = [
             "for message in range(1, messages):",
@@ -378,7 +332,7 @@ class _TritonParts:
             *(f"    {s} = {s} + {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
         ]
         return [
-            *read,
+            *self._read(self.each, masked),
             *self._statements(self.each),
             *(f"{s} = {v.name}" for s, v in zip(sums, self.each.results, strict=True)),
             *([] if self.one else more),

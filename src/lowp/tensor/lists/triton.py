@@ -141,9 +141,6 @@ def source(
         "ALIGNED: tl.constexpr):",
         "    chunk = tl.program_id(0)",
         "    known = tl.load(skip)",
-        *(["    if chunk == 0:", "        tl.store(aside, known)"] if aside == "skip" else []),
-        "    if known >= limit:",
-        "        return",
         "    tensor = tl.load(chunk_tensor + chunk)",
         "    begin = tl.load(chunk_start + chunk)",
         "    end = tl.load(lengths + tensor)",
@@ -154,7 +151,16 @@ def source(
         if not e.of_block:
             lines += ["    if ALIGNED:", f"        p{i} = tl.multiple_of(p{i}, 16)"]
     lines += [f"    {v.name} = tl.load(numbers + {place} * tensors + tensor)" for place, v in program.numbers.items()]
+    # Many programs have one address, which takes their atomics one after the other. What was found before shows that most of
+    # these are not needed. It is read now, so that nothing waits for it at the end.
     lines += [
+        f"    before{i} = tl.load(reduced + {i} * tensors + tensor)" for i, kind in enumerate(reductions) if kind == "max"
+    ]
+    lines += ["    before_aside = tl.load(aside)"] if aside == "most" else []
+    lines += [
+        *(["    if chunk == 0:", "        tl.store(aside, known)"] if aside == "skip" else []),
+        "    if known >= limit:",  # after all loads that do not depend on it: they wait together
+        "        return",
         "    left = tl.minimum(end - begin, STEPS * ROWS * SIZE).to(tl.int32)",
         "    full = left // (ROWS * SIZE)",
         *(["    if width != SIZE:", "        full = 0"] if of_blocks else []),
@@ -198,12 +204,12 @@ def _full(
     inner = []
     for i in needed:
         ahead = "(step + 1) * ROWS + row" if elements[i].of_block else "(step + 1) * (ROWS * SIZE) + lane"
-        inner.append(f"y{i} = tl.load(b{i} + ({ahead}), mask=step + 1 < full)")
+        inner += ["if STEPS > 1:", f"    y{i} = tl.load(b{i} + ({ahead}), mask=step + 1 < full)"]
     inner += ["index = begin.to(tl.int32) + step * (ROWS * SIZE) + lane"]
     inner += [f"{s.result.name} = {_look_up(s) or expression(s)}" for s in program.statements]
     inner += _stored(program, elements, writes, "b", "step * (ROWS * SIZE) + lane", "step * ROWS + row", False)
     inner += _reduced(program, len(writes), reductions, aside, False)
-    inner += [f"x{i} = y{i}" for i in needed]
+    inner += [line for i in needed for line in ("if STEPS > 1:", f"    x{i} = y{i}")]
     return [*lines, *("    " + line for line in inner)]
 
 
@@ -277,9 +283,10 @@ def _reduced(program: Program, writes: int, reductions: tuple, aside: str, maske
         amount = f"tl.where(inside, {amount}, 0)" if masked else amount
         over, atomic = ("max", "max") if kind == "max" else ("sum", "add")
         lines.append(f"found{i} = tl.{over}({amount}).to(tl.int64)")
-        lines.append(f"tl.atomic_{atomic}(reduced + {i} * tensors + tensor, found{i})")
+        mask = f", mask=found{i} > before{i}" if kind == "max" else ""
+        lines.append(f"tl.atomic_{atomic}(reduced + {i} * tensors + tensor, found{i}{mask}, sem='relaxed')")
         if i == 0 and aside == "most":
-            lines.append("tl.atomic_max(aside, found0, mask=found0 > tl.load(aside))")
+            lines.append("tl.atomic_max(aside, found0, mask=found0 > before_aside, sem='relaxed')")
     return lines
 
 
