@@ -446,9 +446,9 @@ def record_sum_cut(a: Tensor, b: Tensor) -> Tensor:
 def _record_stochastic_rank(bits: Tensor, word: Tensor, g: Grid) -> Tensor:
     """The ranks of float32 magnitudes, rounded with noise of 16 bits, for a function that is being printed for CUDA.
 
-    Times a power of two that makes the format's lowest binade float32's own, a magnitude's bits, cut at `dropped`, are the rank:
-    subnormal numbers are those of float32. The product is cut off, not rounded: what it loses is less than the noise's last
-    place.
+    Times a power of two that makes the format's lowest binade float32's own, a magnitude's bits, cut at `dropped`, are the
+    rank: subnormal numbers are those of float32. The product is cut off, not rounded: what it loses is less than the noise's
+    last place.
     """
     from lowp.tensor.lists.tracing import record  # which imports this module
 
