@@ -7,6 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "wire"))
+import test_part_kernels
 from test_part_kernels import MORE, WITH_KERNEL, check, check_fold, next_to_ties, policy  # noqa: F401
 
 pytestmark = pytest.mark.gpu
@@ -31,3 +32,22 @@ def test_sixteen_bit_gradients(policy, format, dtype):  # noqa: F811
 @pytest.mark.parametrize(("format", "rounding", "scale"), WITH_KERNEL)
 def test_a_sum_is_encoded_as_it_is_added(policy, format, rounding, scale):  # noqa: F811
     check_fold(format, rounding, scale, "cuda")
+
+
+@pytest.mark.parametrize("sizes", [(6000, 4096, 10_003, 8192, 37), (6000, 4096, 10_004, 8192, 40)], ids=["loose", "even"])
+@pytest.mark.parametrize(
+    ("format", "scale"),
+    [
+        ("e5m2", "local"),
+        ("e4m3fn", "none"),
+        ("e2m1fn", "block:32"),
+        ("mxfp8_e4m3", "local"),
+        ("mxfp4", "local"),
+        ("nvfp4", "local"),
+    ],
+)
+def test_full_items(policy, format, scale, sizes, monkeypatch):  # noqa: F811
+    """Large parts, of layers that begin at multiples of 4 and of others: ways without masks, several numbers at once."""
+    monkeypatch.setattr(test_part_kernels, "SIZES", sizes)
+    check(format, "nearest", scale, device="cuda")
+    check_fold(format, "nearest", scale, "cuda")

@@ -15,6 +15,7 @@ CASES = [
     ("nvfp4", "local"), ("nvfp4", "none"), ("posit8", "aps"),
 ]  # fmt: skip
 SIZES = (37, 64, 1, 300, 5)
+EVEN = (64, 320, 16, 40, 4)  # layers that begin at multiples of 4
 ROWS = 8  # tiles of an item: few, so that there are several items
 
 
@@ -35,14 +36,24 @@ def as_for_cuda():
         yield
 
 
+def read_byte(base, place, mask):
+    return f"tl.load({base} + {place}{f', mask={mask}, other=0' if mask else ''})"
+
+
+def write_byte(base, place, value, mask):
+    return f"tl.store({base} + {place}, {value}{f', mask={mask}' if mask else ''})"
+
+
 def interpret(function, source, target, table, numbers=None, of_layer=None, maxima=None, messages=1, message_stride=0):
     """What `TritonPartsKernel` does, without a GPU."""
-    from lowp.tensor.lists import triton
-    from lowp.tensor.lists.parts_triton import _TritonParts
+    from lowp.tensor.lists import parts_triton, triton
+    from lowp.tensor.lists.parts_triton import _TritonParts, loose_columns
 
     with as_for_cuda():
         each, finish, tables = function.trace(torch.device("cpu"))
-    text = _TritonParts(function, each, finish, len(tables), ROWS, table.alignment, False, messages == 1).text()
+    loose = loose_columns(function, table)
+    with patch.object(parts_triton, "_read_byte", read_byte), patch.object(parts_triton, "_write_byte", write_byte):
+        text = _TritonParts(function, each, finish, len(tables), ROWS, loose, False, messages == 1).text()
     records, nothing = table.records(function.tile, ROWS), torch.zeros(1, dtype=torch.int32)
     given = [nothing if x is None else x for x in (numbers, nothing.float() if of_layer is None else of_layer)]
     layers = 0 if of_layer is None else of_layer.shape[-1]
@@ -68,7 +79,7 @@ def both(function, table, target, *arguments, maxima=None, **more):
     return found[0]
 
 
-def check(format, scale):
+def check(format, scale, sizes=SIZES):
     from test_part_kernels import numbers_of
 
     from lowp.wire import part_kernels
@@ -77,12 +88,12 @@ def check(format, scale):
     from lowp.wire.plan import Layer, chunks_of
 
     codec = codec_of(format, "nearest", scale)
-    layers = tuple(Layer(str(i), size, codec, i) for i, size in enumerate(SIZES))
+    layers = tuple(Layer(str(i), size, codec, i) for i, size in enumerate(sizes))
     (chunk,) = chunks_of(layers, 1, (1 << 20, 1 << 20))
     laid = Messages(chunk.shards, lambda part: part.codec, [0])
     (group,) = laid.groups
-    cpu, parts = torch.device("cpu"), len(SIZES)
-    table, x, factors = group.table(cpu), numbers_of(sum(SIZES)), torch.tensor([1.0, 0.5, 2.0, 1.0, 4.0])
+    cpu, parts = torch.device("cpu"), len(sizes)
+    table, x, factors = group.table(cpu), numbers_of(sum(sizes)), torch.tensor([1.0, 0.5, 2.0, 1.0, 4.0])
     encode = part_kernels.encode_function(codec, torch.float32, known=not codec.sends_peaks)
     known = torch.zeros(max(encode.numbers, 1), parts, dtype=torch.int32)
     if any(codec.measures):
@@ -119,3 +130,6 @@ if __name__ == "__main__":
     for case in CASES:
         print(*case, flush=True)
         check(*case)
+    for case in (("e5m2", "local"), ("mxfp4", "local")):
+        print(*case, EVEN, flush=True)
+        check(*case, EVEN)

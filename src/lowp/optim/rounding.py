@@ -91,8 +91,12 @@ def stochastic_bfloat(numbers: Tensor, noise: Draw, saturate: bool) -> Tensor:
         return bits + noise.upper
 
     def of_any() -> Tensor:
-        held = numbers.clamp(-largest, largest).view(torch.int32) if saturate else _held(bits, torch.bfloat16)
-        return torch.where(numbers != numbers, bits & ~0x7FFFFFFF | 0x7FC00000, held + noise.upper)
+        if saturate:
+            rounded = numbers.clamp(-largest, largest).view(torch.int32) + noise.upper
+        else:  # what becomes the largest number to nearest is that without noise, and more with some (`_held`)
+            above = (bits & 0x7FFFFFFF) - bits_of_number(largest, F32)
+            rounded = bits + torch.where((above >= 0) & (above < 1 << 15), torch.zeros_like(bits), noise.upper)
+        return torch.where(numbers != numbers, bits & ~0x7FFFFFFF | 0x7FC00000, rounded)
 
     def is_unusual() -> Tensor:
         return (bits & 0x7FFFFFFF) > bits_of_number(largest, F32)

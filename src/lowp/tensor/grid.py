@@ -406,14 +406,18 @@ def encode_by_words(bits: Tensor, g: Grid, word: Tensor, nan_to: str) -> Tensor:
     in_floats = floats_pay(bits) and not in_vectors(bits) and g.suits_float_unit and not g.fixed
     if not in_floats or g.overflow_code != g.max_code:
         return encode(bits, g, number_of_word(word), nan_to)
-    magnitude = (bits & c.magnitude).clamp(max=g.max_bits)
-    binade = (magnitude & c.infinity).clamp(min=g.lowest_field << c.fraction_bits)
-    inverse = (2 * c.bias + g.mantissa_bits << c.fraction_bits) - binade
-    steps = magnitude.view(c.dtype) * inverse.view(c.dtype)
-    whole = record_sum_cut(steps, one_and_share(word)).view(c.storage)
-    rank = whole + ((binade >> g.dropped) - (0x4B000001 + (g.lowest_field << g.mantissa_bits)))
+    if in_assembly(bits) and g.dropped > 16:
+        rank = _record_stochastic_rank(bits, word, g)
+    else:
+        magnitude = (bits & c.magnitude).clamp(max=g.max_bits)
+        binade = (magnitude & c.infinity).clamp(min=g.lowest_field << c.fraction_bits)
+        inverse = (2 * c.bias + g.mantissa_bits << c.fraction_bits) - binade
+        steps = magnitude.view(c.dtype) * inverse.view(c.dtype)
+        whole = record_sum_cut(steps, one_and_share(word)).view(c.storage)
+        rank = whole + ((binade >> g.dropped) - (0x4B000001 + (g.lowest_field << g.mantissa_bits)))
     nan_rank = g.nan_code if g.nan_code >= 0 else (0 if nan_to == "zero" else g.max_code)
-    is_nan = (bits & c.magnitude) > c.infinity
+    number = bits.view(c.dtype)
+    is_nan = number != number
     rank = torch.where(is_nan, _full(rank, nan_rank), rank)
     sign = (bits >> 31) & (1 << (g.bits - 1))
     if not g.has_negative_zero or (g.nan_code < 0 and nan_to == "zero"):
@@ -437,6 +441,31 @@ def record_sum_cut(a: Tensor, b: Tensor) -> Tensor:
     from lowp.tensor.lists.tracing import record  # which imports this module
 
     return record("sum_cut", torch.float32, a, b)
+
+
+def _record_stochastic_rank(bits: Tensor, word: Tensor, g: Grid) -> Tensor:
+    """The ranks of float32 magnitudes, rounded with noise of 16 bits, for a function that is being printed for CUDA.
+
+    Times a power of two that makes the format's lowest binade float32's own, a magnitude's bits, cut at `dropped`, are the
+    rank: subnormal numbers are those of float32. The product is cut off, not rounded: what it loses is less than the noise's
+    last place.
+    """
+    from lowp.tensor.lists.tracing import record  # which imports this module
+
+    c = g.carrier
+    factor = c.bias + 1 - g.lowest_field << c.fraction_bits
+    return record(f"stochastic_rank {g.max_bits} {factor} {g.dropped}", torch.int32, bits.view(c.dtype), word)
+
+
+def stochastic_rank_in_assembly(operation: str) -> str:
+    """PTX: the rank of the float32 number $1 with the noise $2, to $0."""
+    largest, factor, dropped = map(int, operation.split()[1:])
+    return (
+        "{ .reg .f32 size; .reg .b32 rank; abs.f32 size, $1; "
+        f"min.f32 size, size, 0f{largest:08X}; mul.rz.f32 size, size, 0f{factor:08X}; mov.b32 rank, size; "
+        f"mad.lo.u32 rank, $2, {1 << dropped - 16}, rank; add.u32 rank, rank, {1 << dropped - 17}; "
+        f"shr.u32 $0, rank, {dropped}; }}"
+    )
 
 
 def decode(code: Tensor, g: Grid, finite: bool = False, any_nan: bool = False) -> Tensor:
@@ -560,6 +589,11 @@ def becomes_kernel() -> bool:
 def in_vectors(numbers: Tensor) -> bool:
     """Will what runs now be C++ of our own?"""
     return getattr(_now, "printing", False) and numbers.device.type == "cpu"
+
+
+def in_assembly(numbers: Tensor) -> bool:
+    """Will what runs now be Triton of our own, in which instructions can be written?"""
+    return getattr(_now, "printing", False) and numbers.device.type == "cuda"
 
 
 def floats_pay(numbers: Tensor) -> bool:

@@ -26,6 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowp.tensor import grid as grids
+
 _INDICES = 1 << 30  # elements that one key serves: an index and its offset add up without overflow
 _DRAW_ROUNDS = 5  # the fewest after which every bit of the index flips every bit of the draw half of the time
 _MORE_ROUNDS = 3  # until another draw for the same element looks unrelated
@@ -250,10 +252,42 @@ def blocks(noise: Noise, count: int) -> "list[tuple[int, int]]":
 
 def _philox2(low: Tensor, high: Tensor, key: Tensor, rounds: range) -> tuple[Tensor, Tensor]:
     """Two-word Philox: a permutation of the 32 bits for every key."""
+    if grids.in_assembly(low):
+        return _philox2_in_assembly(low, high, key, rounds)
     for number in rounds:
         product = low * _MULTIPLIERS[number % 2]
         low, high = (product >> 16) ^ high ^ key[number % _DRAW_ROUNDS], product & 0xFFFF
     return low, high
+
+
+def _philox2_in_assembly(low: Tensor, high: Tensor, key: Tensor, rounds: range) -> tuple[Tensor, Tensor]:
+    """The same for kernels that are printed for CUDA (lists/triton.py): 32 bits in, 32 bits out."""
+    from lowp.tensor.lists.tracing import record  # which imports grid.py
+
+    keys = (key[number % _DRAW_ROUNDS] << 16 for number in rounds)
+    found = record(f"philox{rounds[0] % 2}", torch.int32, (high << 16) | low, *keys)
+    return found & 0xFFFF, (found >> 16) & 0xFFFF
+
+
+def philox_in_assembly(operation: str, rounds: int) -> str:
+    """PTX: $1 permuted, to $0, with as many keys from $2 on as there are rounds, in the upper halves of registers.
+
+    Words are kept there too. A product with a word has 64 bits then, and the halves that are asked for are its two registers:
+    three instructions a round instead of four, and two of these by the units that multiply, which have less to do than those
+    for bits. (LLVM takes the same apart again where it is written in Triton.)
+    """
+    lines = [".reg .b32 low, high, upper", ".reg .b64 product", "shl.b32 low, $1, 16", "and.b32 high, $1, 0xFFFF0000"]
+    for number in range(rounds):
+        multiplier = _MULTIPLIERS[(number + int(operation[-1])) % 2]
+        lines += [
+            f"mul.wide.u32 product, low, {multiplier}",
+            "mov.b64 {low, upper}, product",
+            "shl.b32 upper, upper, 16",
+            f"lop3.b32 upper, upper, high, ${2 + number}, 0x96",
+            "mov.b32 high, low",
+            "mov.b32 low, upper",
+        ]
+    return "{ " + "; ".join([*lines, "shr.u32 low, low, 16", "or.b32 $0, low, high"]) + "; }"
 
 
 def draw(key: Tensor, like: Tensor, bits: int) -> Tensor:

@@ -148,6 +148,13 @@ def _largest(vectors: Sequence[Tensor]) -> Tensor:
     return most
 
 
+def _largest_magnitude(vectors: Sequence[Tensor]) -> Tensor:
+    """Lane by lane, as float32; NaN where there is one. (A GPU compares magnitudes of floats by one instruction.)"""
+    if grids.in_assembly(vectors[0]):
+        return _largest([number.abs() for number in vectors])
+    return _largest(magnitudes(vectors, (True, False))).view(torch.float32)
+
+
 class Encoder:
     """From vectors of float32 numbers to what is stored: the bytes of codes, then headers and scales.
 
@@ -233,8 +240,7 @@ def _blocks_of(shape: TileShape, vectors: Sequence[Tensor]) -> list[tuple[Tensor
     found = []
     for first in range(0, len(vectors), step):
         mine = list(vectors[first : first + step])
-        most = _largest(magnitudes(mine, (True, False)))
-        found.append((most.view(torch.float32).amax(-1, keepdim=True), mine))
+        found.append((_largest_magnitude(mine).amax(-1, keepdim=True), mine))
     return found
 
 
@@ -244,7 +250,7 @@ def _scaled_blocks(codec: Codec, shape: TileShape, x: list[Tensor]) -> tuple[lis
     step = shape.block // LANES
     for first in range(0, len(x), step):
         mine = x[first : first + step]
-        most = _largest(magnitudes(mine, (True, False))).view(torch.float32)
+        most = _largest_magnitude(mine)
         # NaN would be lost in a maximum of floats: what is not finite counts as infinity.
         most = torch.where(most.view(torch.int32) < F32.infinity, most, torch.full_like(most, float("inf")))
         byte = scaling.fitting_numbers(most.amax(-1, keepdim=True), codec.format)
@@ -301,16 +307,16 @@ def _exact_blocks(
 def _four_bits(program: BlockProgram, blocks: _Blocks) -> _Stored:
     """e2m1fn with scales that are powers of two, on CUDA."""
     scales = [program.scale(most) for most, _ in blocks]
-    x = [number * program.inverse(scale) for (_, mine), scale in zip(blocks, scales, strict=True) for number in mine]
-    return [four_bits.to_bytes(*pair) for pair in _pairs(x)], scales
+    halves = [program.inverse(scale) * 0.5 for scale in scales]
+    return [four_bits.to_bytes(*pair) for pair in _pairs_with(halves, [mine for _, mine in blocks])], scales
 
 
 def _four_bits_about(program: BlockProgram, shape: TileShape, blocks: _Blocks, tensor_scale: Tensor) -> _Stored:
     """e2m1fn with other scales, on CUDA: quotients with some 20 bits; where that leaves a code in doubt, exact ones."""
     about = [program.scale_about(most, tensor_scale) for most, _ in blocks]
-    inverses = [program.inverse_about(scale, tensor_scale) for scale, _ in about]
-    x = [number * inverse for (_, mine), inverse in zip(blocks, inverses, strict=True) for number in mine]
-    found = [*(four_bits.to_bytes_about(*pair) for pair in _pairs(x)), *about]
+    halves = [program.inverse_about(scale, tensor_scale) * 0.5 for scale, _ in about]
+    pairs = _pairs_with(halves, [mine for _, mine in blocks])
+    found = [*(four_bits.to_bytes_about(*pair) for pair in pairs), *about]
     stored, scales = _exact_blocks(program, shape, blocks, tensor_scale, near_one=True)
     chosen = [
         shortcut(lambda code=code: code, lambda known=known: known, lambda unsure=unsure: unsure, code, on_gpu=True)
@@ -321,6 +327,13 @@ def _four_bits_about(program: BlockProgram, shape: TileShape, blocks: _Blocks, t
 
 def _pairs(vectors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(vectors[::2], vectors[1::2], strict=True))
+
+
+def _pairs_with(of_blocks: Sequence[Tensor], blocks: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+    """Two vectors after the other, and what their blocks have of each."""
+    vectors = [vector for block in blocks for vector in block]
+    theirs = [number for number, block in zip(of_blocks, blocks, strict=True) for _ in block]
+    return [(*pair, *more) for pair, more in zip(_pairs(vectors), _pairs(theirs), strict=True)]
 
 
 class Decoder:

@@ -36,14 +36,17 @@ def suits(fmt: Format, numbers: Tensor) -> bool:
     return fmt == E2M1FN and numbers.device.type == "cuda" and grids.floats_pay(numbers)
 
 
-def to_bytes(low: Tensor, high: Tensor) -> Tensor:
-    """The codes of two vectors of float32 numbers, to nearest, saturated: bytes with the first vector's in the low bits."""
-    return record(BYTES, torch.int8, low, high)
+def to_bytes(low: Tensor, high: Tensor, *halves: Tensor) -> Tensor:
+    """The codes of two vectors of float32 numbers, to nearest, saturated: bytes with the first vector's in the low bits.
+
+    `halves`: of each vector, half of what its numbers are multiplied by first, powers of two.
+    """
+    return record(BYTES, torch.int8, low, high, *halves)
 
 
-def to_bytes_about(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """`to_bytes` of numbers that are known with a relative error of 2^-20; and which bytes are in doubt."""
-    found = record(ABOUT, torch.int32, low, high)
+def to_bytes_about(low: Tensor, high: Tensor, low_half: Tensor, high_half: Tensor) -> tuple[Tensor, Tensor]:
+    """`to_bytes` where the halves have a relative error of up to 2^-21; and which bytes are in doubt."""
+    found = record(ABOUT, torch.int32, low, high, low_half, high_half)
     return found.to(torch.int8), found > 0xFF
 
 
@@ -54,40 +57,49 @@ def to_numbers(bytes: Tensor) -> tuple[Tensor, Tensor]:
 
 def triton_expression(s: Statement) -> str:
     """The call of a Triton kernel that carries out one of `OPERATIONS`."""
+    floats = 4 * len(s.arguments)
     text, outputs, inputs, dtype = {
-        BYTES: ("{ " + _bytes("$0", 1) + "}", 1, 8, "tl.int8"),
-        ABOUT: (_about(), 4, 8, "tl.int32"),
+        BYTES: ("{ " + _bytes(floats > 8) + "}", 1, floats, "tl.int8"),
+        ABOUT: (_about(), 4, floats, "tl.int32"),
         LOW: (_numbers(low=True), 4, 1, "tl.float32"),
         HIGH: (_numbers(low=False), 4, 1, "tl.float32"),
     }[s.operation]
-    kinds = ["=f" if s.operation in (LOW, HIGH) else "=r"] * outputs + ["f" if inputs == 8 else "r"] * inputs
+    kinds = ["=f" if s.operation in (LOW, HIGH) else "=r"] * outputs + ["r" if s.operation in (LOW, HIGH) else "f"] * inputs
     arguments = ", ".join(argument.name for argument in s.arguments)
     constraints = ",".join(kinds)
     return f'tl.inline_asm_elementwise("{text}", "{constraints}", [{arguments}], dtype={dtype}, is_pure=True, pack=4)'
 
 
-def _bytes(word: str, first: int, factor: str = "") -> str:
-    """Eight numbers, from argument `first` on, to the four bytes of `word`. The magnitudes are multiplied by `factor` first."""
-    y, t, p, q, *sums = (f"{name}{factor[2:]}" for name in ("y", "t", "p", "q", *(f"s{i}_" for i in range(8))))
-    lines = [f".reg .b32 {', '.join((y, t, p, q, *sums))}"]
-    for i, total in enumerate(sums):
-        lines += [f"abs.f32 {y}, ${first + i}", *([f"mul.rn.f32 {y}, {y}, {factor}"] if factor else [])]
+_SUMS = tuple(f"s{i}" for i in range(8))
+
+
+def _bytes(scaled: bool) -> str:
+    """Eight numbers, from $1 on, to the four bytes of $0; `scaled`: times twice the numbers from $9 on."""
+    lines = [f".reg .b32 y, t, p, q, {', '.join(_SUMS)}"]
+    for i, total in enumerate(_SUMS):
+        half = f"${9 + i}" if scaled else "0f3F000000"
         lines += [
-            f"mul.rn.sat.f32 {t}, {y}, 0f3F000000",
-            f"fma.rn.f32 {total}, {t}, 0f40800000, {_ANCHOR}",
-            f"fma.rn.sat.f32 {t}, {y}, 0f3F000000, 0fBF800000",
-            f"fma.rn.f32 {total}, {t}, 0f40000000, {total}",
-            f"fma.rn.sat.f32 {t}, {y}, 0f3F000000, 0fC0000000",
-            f"add.rn.f32 {total}, {total}, {t}",
+            f"abs.f32 y, ${1 + i}",
+            f"mul.rn.sat.f32 t, y, {half}",
+            f"fma.rn.f32 {total}, t, 0f40800000, {_ANCHOR}",
+            f"fma.rn.sat.f32 t, y, {half}, 0fBF800000",
+            f"fma.rn.f32 {total}, t, 0f40000000, {total}",
+            f"fma.rn.sat.f32 t, y, {half}, 0fC0000000",
+            f"add.rn.f32 {total}, {total}, t",
         ]
-    for low, high in zip(sums[:4], sums[4:], strict=True):
-        lines += [f"sub.rn.f32 {high}, {high}, {_ANCHOR}", f"fma.rn.f32 {low}, {high}, 0f41800000, {low}"]
-    lines += [*_gathered(word, sums[:4], 0, q), f"and.b32 {word}, {word}, 0x77777777"]
-    lines += [*_gathered(p, [f"${first + i}" for i in range(4)], 3, q), f"shr.u32 {p}, {p}, 4"]
-    lines += [f"lop3.b32 {word}, {p}, 0x08080808, {word}, 0xEA"]  # (p & mask) | word
-    lines += _gathered(p, [f"${first + 4 + i}" for i in range(4)], 3, q)
-    lines += [f"lop3.b32 {word}, {p}, 0x80808080, {word}, 0xEA"]
-    return "; ".join(lines) + "; "
+    lines += [f"sub.rn.f32 {high}, {high}, {_ANCHOR}" for high in _SUMS[4:]]
+    return "; ".join([*lines, *_put_together("$0", 1)]) + "; "
+
+
+def _put_together(word: str, first: int) -> list[str]:
+    """The four bytes of ranks: four that are in the last bits, and four that are numbers. The signs are those of the numbers
+    from argument `first` on."""
+    lines = [f"fma.rn.f32 {low}, {high}, 0f41800000, {low}" for low, high in zip(_SUMS[:4], _SUMS[4:], strict=True)]
+    lines += [*_gathered(word, list(_SUMS[:4]), 0, "q"), f"and.b32 {word}, {word}, 0x77777777"]
+    lines += [*_gathered("p", [f"${first + i}" for i in range(4)], 3, "q"), "shr.u32 p, p, 4"]
+    lines += [f"lop3.b32 {word}, p, 0x08080808, {word}, 0xEA"]  # (p & mask) | word
+    lines += _gathered("p", [f"${first + 4 + i}" for i in range(4)], 3, "q")
+    return [*lines, f"lop3.b32 {word}, p, 0x80808080, {word}, 0xEA"]
 
 
 def _gathered(target: str, registers: list[str], byte: int, spare: str) -> list[str]:
@@ -101,14 +113,32 @@ def _gathered(target: str, registers: list[str], byte: int, spare: str) -> list[
 
 
 def _about() -> str:
-    """The bytes of numbers that are a little smaller; 256 more where one of those of a little larger ones is another."""
-    smaller, larger = "0f3F7FFFC0", "0f3F800020"  # 1 - 2^-18, 1 + 2^-18
-    lines = [
-        ".reg .b32 one, two; .reg .pred differ; " + _bytes("one", 4, smaller) + _bytes("two", 4, larger),
-        "setp.ne.b32 differ, one, two; selp.b32 two, 256, 0, differ; ",
-        *(f"bfe.u32 ${i}, one, {8 * i}, 8; or.b32 ${i}, ${i}, two; " for i in range(4)),
-    ]
-    return "{ " + "".join(lines) + "}"
+    """Eight numbers, from $4 on, times twice those from $12 on, to four bytes; 256 more where one of the codes is in doubt.
+
+    The three terms of a rank are added up before they are rounded, which is not exact. Numbers have an error of less than
+    2^-20.8 of themselves, which is 2^-18.8 of a rank; sums and products add less than 2^-20. So a rank that is 2^-18 or further
+    from the middle between two is rounded as the exact one would be.
+    """
+    lines = [f".reg .b32 word, y, t, a, b, p, q, most, doubt, {', '.join(_SUMS)}", ".reg .pred doubtful", "mov.b32 most, 0"]
+    for i, total in enumerate(_SUMS):
+        lines += [
+            f"abs.f32 y, ${4 + i}",
+            f"mul.rn.sat.f32 t, y, ${12 + i}",
+            f"fma.rn.sat.f32 a, y, ${12 + i}, 0fBF800000",
+            f"fma.rn.sat.f32 b, y, ${12 + i}, 0fC0000000",
+            "fma.rn.f32 t, t, 0f40800000, b",
+            "fma.rn.f32 t, a, 0f40000000, t",
+            f"add.rn.f32 {total}, t, {_ANCHOR}",
+            f"sub.rn.f32 b, {total}, {_ANCHOR}",
+            "sub.rn.f32 t, t, b",
+            "abs.f32 t, t",
+            "max.f32 most, most, t",
+            *([f"mov.b32 {total}, b"] if i >= 4 else []),
+        ]
+    lines += _put_together("word", 4)
+    lines += ["setp.ge.f32 doubtful, most, 0f3EFFFF80", "selp.b32 doubt, 256, 0, doubtful"]  # 1/2 - 2^-18
+    lines += [line for i in range(4) for line in (f"bfe.u32 ${i}, word, {8 * i}, 8", f"or.b32 ${i}, ${i}, doubt")]
+    return "{ " + "; ".join(lines) + "; }"
 
 
 def _numbers(low: bool) -> str:

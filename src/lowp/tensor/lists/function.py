@@ -36,6 +36,7 @@ _CUDA_EACH = 128  # elements of a warp: 4 a thread
 _CUDA_BLOCKS, _CUDA_BLOCK_STEPS = 1 << 10, 4  # the same for steps of several blocks
 _CUDA_BLOCK_EACH = 256  # so that a warp has a whole block, and finds its largest number by itself
 _CUDA_BLOCK_REGISTERS = 128  # of a thread, at most
+_CUDA_REDUCED_REGISTERS = 40  # where little is computed: 6 programs at once on each processor
 _CUDA_REDUCED = 1 << 13  # where only reductions come out: fewer of them wait for each other at the end
 _CUDA_PROGRAMS = 1 << 10  # at least, before one of them takes more steps
 LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip` holds is not below it
@@ -138,9 +139,12 @@ class Lists:
         everyone = range(self.tensors)
         backwards = writes  # it begins where what measured has ended: that is still in the cache
         size, most = (_CUDA_BLOCKS, _CUDA_BLOCK_STEPS) if of_blocks else (_CUDA_CHUNK, _CUDA_STEPS)
-        steps = max(1, min(most, self.elements // (size * _CUDA_PROGRAMS))) if writes else 1
+
+        def steps_of(elements: int) -> int:
+            return max(1, min(most, elements // (size * _CUDA_PROGRAMS))) if writes else 1
+
         if not of_blocks:
-            size = size if writes else _CUDA_REDUCED
+            steps, size = steps_of(self.elements), size if writes else _CUDA_REDUCED
             size = min(size, max(32, 1 << (max(self.lengths) - 1).bit_length()))  # a table of a few tensors is short
             return [self._starts(everyone, [steps * size] * self.tensors, size, 1, steps, backwards)]
         sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
@@ -148,6 +152,7 @@ class Lists:
         for own in sorted(set(sizes)):
             rows = max(1, size // own)
             members = [i for i in everyone if sizes[i] == own]
+            steps = steps_of(sum(self.lengths[i] for i in members))
             found.append(self._starts(members, [steps * rows * width for width in self.widths], own, rows, steps, backwards))
         return found
 
@@ -355,6 +360,8 @@ class _TritonListKernel:
         of_blocks = self._what.of_blocks
         each = _CUDA_BLOCK_EACH if of_blocks else _CUDA_EACH
         limit = {"maxnreg": _CUDA_BLOCK_REGISTERS} if of_blocks and self._what.writes else {}
+        if not self._what.writes and not self._what.scalars:  # nothing but largest numbers
+            limit = {"maxnreg": _CUDA_REDUCED_REGISTERS}
         for chunks in lists.chunks(of_blocks, bool(self._what.writes)):
             before = [*lists.arrays, numbers, lists.tensors, lists.columns]
             after = [*self._tables, reduced if self._what.reductions else skip, skip, there, LIMIT]

@@ -138,19 +138,20 @@ class PartTable:
         self.parts = len(self.rows)
         self.elements = sum(row[COUNT] for row in self.rows)
         self._items: dict[tuple[int, int], Tensor] = {}
+        self._alignments: dict[int, int] = {}
 
     @cached_property
     def columns(self) -> Tensor:
         return torch.tensor(self.rows, dtype=torch.int64).t().contiguous().to(self.device)
 
-    @cached_property
-    def alignment(self) -> int:
-        """The largest power of two, up to 16, that divides all offsets."""
-        offsets = 16
-        for row in self.rows:
-            for offset in row[LAYER + 1 :]:
-                offsets |= offset
-        return offsets & -offsets
+    def alignment(self, column: int) -> int:
+        """The largest power of two, up to 16, that divides all offsets in a column."""
+        if column not in self._alignments:
+            offsets = 16
+            for row in self.rows:
+                offsets |= row[column]
+            self._alignments[column] = offsets & -offsets
+        return self._alignments[column]
 
     def items(self, tile: int, tiles: int) -> Tensor:
         """(part, first tile) of stretches of `tiles` tiles: int32 [items, 2]."""

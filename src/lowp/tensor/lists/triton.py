@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowp.tensor.grid import stochastic_rank_in_assembly
 from lowp.tensor.lists import four_bits
 from lowp.tensor.lists.tracing import COMPARE, INFIX, Element, Program, Statement, Value
+from lowp.tensor.noise import philox_in_assembly
 
 IMPORTS = ("import triton", "import triton.language as tl", "from triton.language.extra.cuda import libdevice", "", "")
 TYPES = {
@@ -83,6 +85,15 @@ def expression(s: Statement) -> str:
         case "sum_cut":  # 2^23 and the whole part of a sum (grid.encode_by_words)
             text = "{ .reg .f32 t; add.rz.f32 t, $1, $2; add.rz.f32 $0, t, 0f4B000000; }"
             return f'tl.inline_asm_elementwise("{text}", "=f,f,f", [{a[0]}, {a[1]}], dtype=tl.float32, is_pure=True, pack=1)'
+        case operation if operation.startswith("stochastic_rank"):
+            text = stochastic_rank_in_assembly(operation)
+            given = ", ".join(argument.name for argument in s.arguments)
+            return f'tl.inline_asm_elementwise("{text}", "=r,f,r", [{given}], dtype=tl.int32, is_pure=True, pack=1)'
+        case "philox0" | "philox1":
+            constraints = "=r" + ",r" * len(a)
+            text = philox_in_assembly(s.operation, len(a) - 1)
+            arguments = ", ".join(map(str, a))
+            return f'tl.inline_asm_elementwise("{text}", "{constraints}", [{arguments}], dtype=tl.int32, is_pure=True, pack=1)'
         case "reciprocal":  # not rounded correctly: to some 22 bits
             return f"1.0 / {a[0]}"
         case "round":
@@ -132,9 +143,6 @@ def source(
         "ALIGNED: tl.constexpr):",
         "    chunk = tl.program_id(0)",
         "    known = tl.load(skip)",
-        *(["    if chunk == 0:", "        tl.store(aside, known)"] if aside == "skip" else []),
-        "    if known >= limit:",
-        "        return",
         "    tensor = tl.load(chunk_tensor + chunk)",
         "    begin = tl.load(chunk_start + chunk)",
         "    end = tl.load(lengths + tensor)",
@@ -145,7 +153,16 @@ def source(
         if not e.of_block:
             lines += ["    if ALIGNED:", f"        p{i} = tl.multiple_of(p{i}, 16)"]
     lines += [f"    {v.name} = tl.load(numbers + {place} * tensors + tensor)" for place, v in program.numbers.items()]
+    # Many programs have one address, which takes their atomics one after the other. What was found before shows that most of
+    # these are not needed. It is read now, so that nothing waits for it at the end.
     lines += [
+        f"    before{i} = tl.load(reduced + {i} * tensors + tensor)" for i, kind in enumerate(reductions) if kind == "max"
+    ]
+    lines += ["    before_aside = tl.load(aside)"] if aside == "most" else []
+    lines += [
+        *(["    if chunk == 0:", "        tl.store(aside, known)"] if aside == "skip" else []),
+        "    if known >= limit:",  # after all loads that do not depend on it: they wait together
+        "        return",
         "    left = tl.minimum(end - begin, STEPS * ROWS * SIZE).to(tl.int32)",
         "    full = left // (ROWS * SIZE)",
         *(["    if width != SIZE:", "        full = 0"] if of_blocks else []),
@@ -161,9 +178,9 @@ def _look_up(s: Statement) -> str | None:
     if s.operation != "look_up" or s.result.dtype != torch.int32:
         return None
     table, index = s.arguments
-    address = f"(table{table} + {_argument(index, torch.int32)}).to(tl.int64)"
-    text = '"ld.global.nc.b32 $0, [$1];", "=r,l"'
-    return f"tl.inline_asm_elementwise({text}, [{address}], dtype=tl.int32, is_pure=True, pack=1)"
+    text = '"{ .reg .b64 at; mad.wide.u32 at, $1, 4, $2; ld.global.nc.b32 $0, [at]; }", "=r,r,l"'
+    given = f"{_argument(index, torch.int32)}, table{table}.to(tl.int64)"
+    return f"tl.inline_asm_elementwise({text}, [{given}], dtype=tl.int32, is_pure=True, pack=1)"
 
 
 def _needed(program: Program) -> list[int]:
@@ -189,12 +206,12 @@ def _full(
     inner = []
     for i in needed:
         ahead = "(step + 1) * ROWS + row" if elements[i].of_block else "(step + 1) * (ROWS * SIZE) + lane"
-        inner.append(f"y{i} = tl.load(b{i} + ({ahead}), mask=step + 1 < full)")
+        inner += ["if STEPS > 1:", f"    y{i} = tl.load(b{i} + ({ahead}), mask=step + 1 < full)"]
     inner += ["index = begin.to(tl.int32) + step * (ROWS * SIZE) + lane"]
     inner += [f"{s.result.name} = {_look_up(s) or expression(s)}" for s in program.statements]
     inner += _stored(program, elements, writes, "b", "step * (ROWS * SIZE) + lane", "step * ROWS + row", False)
     inner += _reduced(program, len(writes), reductions, aside, False)
-    inner += [f"x{i} = y{i}" for i in needed]
+    inner += [line for i in needed for line in ("if STEPS > 1:", f"    x{i} = y{i}")]
     return [*lines, *("    " + line for line in inner)]
 
 
@@ -268,9 +285,10 @@ def _reduced(program: Program, writes: int, reductions: tuple, aside: str, maske
         amount = f"tl.where(inside, {amount}, 0)" if masked else amount
         over, atomic = ("max", "max") if kind == "max" else ("sum", "add")
         lines.append(f"found{i} = tl.{over}({amount}).to(tl.int64)")
-        lines.append(f"tl.atomic_{atomic}(reduced + {i} * tensors + tensor, found{i})")
+        mask = f", mask=found{i} > before{i}" if kind == "max" else ""
+        lines.append(f"tl.atomic_{atomic}(reduced + {i} * tensors + tensor, found{i}{mask}, sem='relaxed')")
         if i == 0 and aside == "most":
-            lines.append("tl.atomic_max(aside, found0, mask=found0 > tl.load(aside))")
+            lines.append("tl.atomic_max(aside, found0, mask=found0 > before_aside, sem='relaxed')")
     return lines
 
 
