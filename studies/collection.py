@@ -11,13 +11,13 @@ that more is better, with Student's 95 % interval:
     kind = "worse"       holds: the interval lies below 0, or runs diverged. Does not hold: above -margin.
     kind = "better"      holds: the interval lies above 0. Does not hold: below +margin.
 
-Everything else is open, with the number of seeds that would decide it (lowp.lab.comparison), if the effect is as it looks.
+Everything else is open, with the number of seeds that would decide it by the same rule, if the effect is as it looks.
 Intervals are not corrected for the number of claims; the tables of all settings, on the same pages, are.
 """
 
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,20 @@ def _judge(kind: str, margin: float, found: Summary, lost: int) -> Judgement:
     if lost:
         holds, fails = kind == "worse", kind != "worse"
     verdict = "holds" if holds else "does not hold" if fails else "open"
-    needed = seeds_needed(found, margin, LEVEL) if verdict == "open" and found.n >= _FEW and margin > 0 else None
+    needed = _seeds(kind, margin, found) if verdict == "open" and found.n >= _FEW else None
     return Judgement(verdict, found.n + lost, found.mean, found.half, needed, lost)
+
+
+def _seeds(kind: str, margin: float, found: Summary) -> int | None:
+    """So many would keep the interval, with a chance of 80 %, on the mean's side of the limit that the rule names, the farther
+    one where it names two."""
+    mean = found.mean
+    distance = {
+        "no_worse": abs(mean + margin),
+        "worse": max(-mean, mean + margin),
+        "better": max(mean, margin - mean),
+    }[kind]
+    return seeds_needed(replace(found, mean=distance), math.nan, LEVEL)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,19 @@ def test_verdicts(kind: str, mean: float, half: float, lost: int, verdict: str) 
     assert found.n == 5 + lost
 
 
+@pytest.mark.parametrize(
+    ("kind", "mean", "distance"),
+    [("no_worse", -0.8, 0.2), ("no_worse", -1.2, 0.2), ("no_worse", 0.5, 1.5), ("worse", -0.8, 0.8), ("worse", -0.1, 0.9),
+     ("better", 0.8, 0.8), ("better", 0.1, 0.9)],
+)  # fmt: skip
+def test_seeds_that_would_decide_go_by_the_distance_to_the_rules_limit(kind: str, mean: float, distance: float) -> None:
+    """By the normal quantiles of 95 % and of a chance of 80 %."""
+    from studies.collection import _judge
+
+    found = _judge(kind, 1.0, Summary(5, mean, 1.6, 1.2), 0)
+    assert found.seeds == pytest.approx((2.8 * 1.2 / distance) ** 2, rel=0.1, abs=4)  # 1.96 + .84, more with few seeds
+
+
 def test_the_table_of_readme_stands_between_its_markers() -> None:
     from studies.collection import pages
     from studies.pages import BEGIN, END, with_evidence

@@ -286,10 +286,15 @@ class Encode(_Rounder):
 
     @cached_property
     def _gaps(self) -> tuple[Table, ...]:
-        """By words: the lengths of gaps, float32 by their bits; infinite where there is nowhere to go."""
+        """By words: the lengths of gaps, float32 by their bits; infinite where there is nowhere to go.
+
+        Then, for GPUs, which find both by one read, the same before the bits of entries, as one number.
+        """
         if not self.by_words or self.stairs is None:
             return super()._gaps
-        return (Table([bits_of_number(length, F32) for length in self.stairs.gap_lengths], torch.int32),)
+        lengths = [bits_of_number(length, F32) for length in self.stairs.gap_lengths]
+        both = [gap << 32 | entry & 0xFFFFFFFF for gap, entry in zip(lengths, self.stairs.tables[1].values, strict=True)]
+        return Table(lengths, torch.int32), Table(both, torch.int64)
 
     def _entry_by_words(self, bits: Tensor, word: Tensor | None, tables: Tables) -> Tensor:
         """`_entry`, stochastically, with noise of 16 bits.
@@ -301,7 +306,11 @@ class Encode(_Rounder):
         assert word is not None
         magnitude = bits & self.carrier.magnitude
         entry = self.stairs.find(magnitude, bits >> 31, tables)
-        low, gap = (tables[i][entry].view(torch.float32) for i in (1, 3))
+        if grids.in_assembly(bits):
+            both = tables[4][entry]
+            low, gap = (half.to(torch.int32).view(torch.float32) for half in (both, both >> 32))
+        else:
+            low, gap = (tables[i][entry].view(torch.float32) for i in (1, 3))
         up = magnitude.view(torch.float32) > low.abs() + gap * (2.0 - grids.one_and_share(word))
         return entry + up.to(entry.dtype)
 

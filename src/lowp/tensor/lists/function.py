@@ -38,6 +38,7 @@ _CUDA_BLOCK_EACH = 256  # so that a warp has a whole block, and finds its larges
 _CUDA_BLOCK_REGISTERS = 128  # of a thread, at most
 _CUDA_REDUCED_REGISTERS = 40  # where little is computed: 6 programs at once on each processor
 _CUDA_REDUCED = 1 << 13  # where only reductions come out: fewer of them wait for each other at the end
+_CUDA_FEW = 8  # blocks that would take less than this part of all lanes are worked on with wider ones
 _CUDA_PROGRAMS = 1 << 10  # at least, before one of them takes more steps
 LIMIT = 0x7F800000  # float32's infinity, as bits: nothing happens if what `skip` holds is not below it
 
@@ -147,7 +148,7 @@ class Lists:
             steps, size = steps_of(self.elements), size if writes else _CUDA_REDUCED
             size = min(size, max(32, 1 << (max(self.lengths) - 1).bit_length()))  # a table of a few tensors is short
             return [self._starts(everyone, [steps * size] * self.tensors, size, 1, steps, backwards)]
-        sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
+        sizes = self._sizes_of_blocks()
         found = []
         for own in sorted(set(sizes)):
             rows = max(1, size // own)
@@ -155,6 +156,15 @@ class Lists:
             steps = steps_of(sum(self.lengths[i] for i in members))
             found.append(self._starts(members, [steps * rows * width for width in self.widths], own, rows, steps, backwards))
         return found
+
+    def _sizes_of_blocks(self) -> list[int]:
+        """For each tensor, the power of two that its blocks fit into; or the largest of all where so few are narrower that a
+        launch of their own would take longer than lanes with nothing to do."""
+        sizes = [max(32, 1 << (width - 1).bit_length()) for width in self.widths]
+        lanes: dict[int, int] = {}  # by size: how many it would take
+        for size, length, width in zip(sizes, self.lengths, self.widths, strict=True):
+            lanes[size] = lanes.get(size, 0) + length // width * max(sizes)
+        return [max(sizes) if lanes[size] <= self.elements // _CUDA_FEW else size for size in sizes]
 
     def _starts(
         self, members: Sequence[int], each: Sequence[int], size: int = 0, rows: int = 1, steps: int = 1, backwards: bool = False

@@ -175,12 +175,13 @@ def source(
 def _look_up(s: Statement) -> str | None:
     """An entry of a table, by an instruction of ours. For a load of its own Triton has another number of elements a thread, and
     passes indices and entries from thread to thread through shared memory."""
-    if s.operation != "look_up" or s.result.dtype != torch.int32:
+    if s.operation != "look_up" or s.result.dtype not in (torch.int32, torch.int64):
         return None
     table, index = s.arguments
-    text = '"{ .reg .b64 at; mad.wide.u32 at, $1, 4, $2; ld.global.nc.b32 $0, [at]; }", "=r,r,l"'
-    given = f"{_argument(index, torch.int32)}, table{table}.to(tl.int64)"
-    return f"tl.inline_asm_elementwise({text}, [{given}], dtype=tl.int32, is_pure=True, pack=1)"
+    bits, kind = (32, "r") if s.result.dtype == torch.int32 else (64, "l")
+    address = f"(table{table} + {_argument(index, torch.int32)}).to(tl.int64)"
+    text = f'"ld.global.nc.b{bits} $0, [$1];", "={kind},l"'
+    return f"tl.inline_asm_elementwise({text}, [{address}], dtype={TYPES[s.result.dtype]}, is_pure=True, pack=1)"
 
 
 def _needed(program: Program) -> list[int]:
