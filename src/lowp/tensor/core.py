@@ -293,7 +293,8 @@ class Encode(_Rounder):
         if not self.by_words or self.stairs is None:
             return super()._gaps
         lengths = [bits_of_number(length, F32) for length in self.stairs.gap_lengths]
-        both = [gap << 32 | entry & 0xFFFFFFFF for gap, entry in zip(lengths, self.stairs.tables[1].values, strict=True)]
+        entries = map(int, self.stairs.tables[1].values)
+        both = [gap << 32 | entry & 0xFFFFFFFF for gap, entry in zip(lengths, entries, strict=True)]
         return Table(lengths, torch.int32), Table(both, torch.int64)
 
     def _entry_by_words(self, bits: Tensor, word: Tensor | None, tables: Tables) -> Tensor:

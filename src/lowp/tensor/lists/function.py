@@ -124,7 +124,7 @@ class Lists:
         return self._room[reductions]
 
     def chunks(self, of_blocks: bool, writes: bool = True) -> list[Chunks]:
-        """One launch or, for blocks on CUDA, one for each power of two that their widths fit into."""
+        """One launch or, for blocks on CUDA, one for each power of two that many of their widths fit into."""
         if (of_blocks, writes) not in self._chunks:
             self._chunks[of_blocks, writes] = self._cut(of_blocks, writes)
         return self._chunks[of_blocks, writes]
