@@ -122,8 +122,9 @@ def _print_groups(count: int, width: int, tables: "Callable[[list[int], bool], T
         made = [tables(group, False) for group in groups]
         if all(out.measure(each, options=unlimited).maximum <= width for each in made):
             break
-    else:
-        made = [tables(group, True) for group in groups]
+    else:  # not even two; with the names of runs folded they may fit
+        if any(sum((column.min_width or 0) + 2 for column in each.columns) - 2 > width for each in made):
+            made = [tables(group, True) for group in groups]
     for number, each in enumerate(made):
         if number:
             out.print()

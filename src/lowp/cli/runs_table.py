@@ -116,25 +116,28 @@ def comparison(runs: list[Run], narrow: bool = False) -> "Table":
 
     `narrow`: that stands below the value, instead of beside it. Long names of runs are folded, values never.
     """
+    found = {row.name: [row.of(run) for run in runs] for row in ROWS}
+    lines = [[row.name, *_compared(row, found[row.name])] for row in ROWS if any(v is not None for v in found[row.name])]
+    if narrow:
+        lines = [_below(line) for line in lines]
+    widths = [max(len(part) for line in lines for part in line[place].split("\n")) for place in range(len(lines[0]))]
     result = table()
-    result.add_column("", no_wrap=True)
-    for index, run in enumerate(runs):
-        widest = max(len(row.text(row.of(run))) for row in ROWS)
-        result.add_column(_literal(run.name), justify="right", overflow="fold", min_width=widest)
-        if index and not narrow:
-            result.add_column("", no_wrap=True, style="dim")
-    for row in ROWS:
-        values = [row.of(run) for run in runs]
-        if any(value is not None for value in values):
-            cells = _compared(row, values)
-            result.add_row(row.name, *(_below(cells) if narrow else cells))
+    result.add_column("", no_wrap=True, min_width=widths[0])
+    for place, width in enumerate(widths[1:]):
+        if narrow or place == 0 or place % 2:  # behind every value but the first stands how it compares
+            name = runs[place if narrow else (place + 1) // 2].name
+            result.add_column(_literal(name), justify="right", overflow="fold", min_width=width)
+        else:
+            result.add_column("", no_wrap=True, style="dim", min_width=width)
+    for line in lines:
+        result.add_row(*line)
     return result
 
 
-def _below(cells: list[str]) -> list[str]:
-    first, *others = cells
+def _below(line: list[str]) -> list[str]:
+    name, first, *others = line
     pairs = zip(others[::2], others[1::2], strict=True)
-    return [first, *("\n".join(filter(None, (value, against.removesuffix(" points")))) for value, against in pairs)]
+    return [name, first, *("\n".join(filter(None, (value, against.removesuffix(" points")))) for value, against in pairs)]
 
 
 def _compared(row: ComparedFigure, values: list[Any]) -> list[str]:
