@@ -26,7 +26,10 @@ $(READY): $(RUNS)
 demo: $(RUNS)
 	$(BIN)/lowp demo
 
-# Passive: threads that wait do not take the other worker's core.
+# Passive: threads that wait do not take the other worker's core. Bytecode is kept, also where the environment says otherwise:
+# tests start hundreds of processes, and each would compile lowp's sources again.
+test test-variant test-trainers test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: setup
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal
 

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 # What a rank would otherwise import by itself, each time: test modules need pytest, and the first DDP model or optimizer of a
-# process loads torch._dynamo, which takes longer than most tests.
-_IMPORTED_ONCE = ["pytest", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "torch._dynamo", "lowp"]
+# process loads torch._dynamo, which takes longer than most tests. The parts of lowp are imported when they are first asked for.
+_IMPORTED_ONCE = [
+    "pytest", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "torch._dynamo",
+    "lowp.fsdp", "lowp.health.audit", "lowp.optim", "lowp.training.parallel", "lowp.wire.compressor", "lowp.wire.virtual",
+]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_IMPORTED_ONCE)
 
