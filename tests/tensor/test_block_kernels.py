@@ -143,8 +143,10 @@ def test_stochastic_rounding_of_tensors_of_any_size(built):
             x[3], x[:, 5] = 0, 0
             for axis in (-1, 0):
                 check_stochastic(x, lowp.format(name), False, "raise", NOISE, axis)
-    x = torch.randn(1 << 12, 1 << 10, generator=torch.Generator().manual_seed(1))  # 16 are to be expected
-    same(lowp.quantize(x, "nvfp4", "stochastic", seed=NOISE), block.quantize(x, lowp.format("nvfp4"), "stochastic", NOISE, False, -1, True))
+    x = torch.randn(1 << 11, 1 << 10, generator=torch.Generator().manual_seed(1))  # 8 in doubt are to be expected
+    found = lowp.quantize(x, "nvfp4", "stochastic", seed=NOISE)
+    lowp.set_kernel_policy("never")
+    same(found, lowp.quantize(x, "nvfp4", "stochastic", seed=NOISE))
 
 
 def test_what_is_in_doubt_is_settled_by_the_integers(monkeypatch):
