@@ -104,8 +104,8 @@ class BlockOperation:
                 carried = block_steps.multiples(program.fmt, program.scale_value(code), arguments[2:], self.dtype)
             return [marked, poisoned, code, *carried, *block_draws.inverse(program, code, *arguments[2:])]
 
-        def element_of(stored: Tensor, *carried: Tensor) -> list[Tensor]:
-            *carried, key = carried
+        def element_of(stored: Tensor, *more: Tensor) -> list[Tensor]:
+            *carried, key = more
             x, inverses = stored.view(self.dtype), 1 if program.fmt.power_of_two_scale else 2
             element, unsure = block_draws.drawn(program, x, key, *carried[len(carried) - inverses :])
             if few:
