@@ -24,6 +24,7 @@ KERNELS = (  # of every file that prints C++ one or two
     "tensor/test_lists.py::test_float64",
     "tensor/test_lists.py::test_rounding_to_halves",
     "tensor/test_block_kernels.py::test_kernels_equal_the_integers[mxfp6_e3m2]",
+    "tensor/test_block_kernels.py::test_stochastic_kernels_equal_the_integers[nvfp4]",
     "tensor/test_matmul.py::test_kernels_take_any_layout",
     "optim/test_optimizer_kernels.py::test_kernels_and_plain_operations_have_the_same_bits[adamw-default-stochastic-bfloat16-mixed]",
     "wire/test_part_kernels.py::test_kernels_give_the_same_bytes[e2m1fn-nearest-block:32]",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lowp
-from block_cases import DTYPES, FORMATS, check, numbers, same
+from block_cases import DTYPES, FORMATS, check, check_stochastic, numbers, same
 from lowp.formats.block import NVFP4
 from lowp.tensor import block
 
@@ -20,6 +20,28 @@ def test_kernels_equal_the_integers(fmt, dtype):
     check(x[1:4000].view(3, 1333), fmt, True, "zero")
     if fmt.has_nan:
         check(x[:4000].view(4, 5, 200), fmt, False, "raise", axis=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_stochastic_kernels_equal_the_integers(fmt, dtype):
+    lowp.set_kernel_policy("always")
+    x, noise = numbers().to(dtype).cuda(), lowp.Noise(3, 4, 5, 6)
+    check_stochastic(x, fmt, False, "saturate", noise)
+    check_stochastic(x[1:4000].view(3, 1333), fmt, True, "zero", noise, pack=True)
+    check_stochastic(x[:4000].view(4, 5, 200), fmt, False, "zero", noise, axis=1)
+    in_memory = lowp.Noise(torch.tensor(3, device="cuda"), 4, 5, 6)  # a key that is made on the device
+    same(
+        lowp.quantize(x, fmt, "stochastic", seed=in_memory), block.quantize(x.cpu(), fmt, "stochastic", noise, False, -1, False)
+    )
+
+
+def test_stochastic_rounding_of_many_numbers():
+    """16 of nvfp4's are to be expected in doubt."""
+    lowp.set_kernel_policy("always")
+    x, noise = torch.randn(1 << 12, 1 << 10, generator=torch.Generator().manual_seed(1)), lowp.Noise(3)
+    for name in ("nvfp4", "mxfp4"):
+        same(lowp.quantize(x.cuda(), name, "stochastic", seed=noise), lowp.quantize(x, name, "stochastic", seed=noise))
 
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.power_of_two_scale], ids=str)

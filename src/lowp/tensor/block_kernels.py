@@ -83,7 +83,7 @@ def remember(call: tuple, kind: str, fmt: BlockFormat, x: Any, rounding: str, sa
     if program is None:
         return
     operation = block_operation(kind, program, dtype, packed and fmt.element.bits < 8, rounding == "stochastic")
-    if (kernel := kernels.built(operation)) is None:
+    if not isinstance(kernel := kernels.built(operation), _CppBlockKernel):
         return
     if kind == "decode":
         elements, scales, whole = numbers
@@ -118,7 +118,14 @@ def _back(rows: Tensor, axis: int) -> Tensor:
 
 
 def _kernel(
-    kind: str, fmt: BlockFormat, dtype: torch.dtype, saturate: bool, nan: str, packed: bool, like: Tensor, stochastic: bool = False
+    kind: str,
+    fmt: BlockFormat,
+    dtype: torch.dtype,
+    saturate: bool,
+    nan: str,
+    packed: bool,
+    like: Tensor,
+    stochastic: bool = False,
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, int], bool] | None:
     """The kernel for tensors like that one; it takes numbers, elements, scales, the tensor's scale and what `_drawn` gives. It
     returns False where the numbers are so small that it could not be exact (nvfp4 on a CPU, nothing above 2^-104): integers

@@ -56,9 +56,9 @@ class BlockOperation:
         # Numbers in units that are powers of two take fewer operations as floats, unless codes are made of them.
         narrow = self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and self.kind == "decode")
         in_floats = self.program.fmt.power_of_two_scale and not narrow and self.kind != "encode"
-        to_float32 = self.kind == "decode" and self.dtype == torch.float32 and device.type == "cpu"
-        by_products = to_float32 and bool(whole) and self.program.exact_in_float32
         by_steps = device.type == "cpu" and block_steps.suits(self.program.fmt) and not in_floats
+        rounds_once = by_steps and self.kind == "decode" and self.dtype == torch.float32 and bool(whole)
+        by_products = rounds_once and self.program.exact_in_float32
         if self.stochastic:
             return self._stochastic_stages(stage, whole, by_steps and not self.program.fmt.power_of_two_scale)
         carry, element, value = (
@@ -104,8 +104,8 @@ class BlockOperation:
                 carried = block_steps.multiples(program.fmt, program.scale_value(code), arguments[2:], self.dtype)
             return [marked, poisoned, code, *carried, *block_draws.inverse(program, code, *arguments[2:])]
 
-        def element_of(stored: Tensor, *carried: Tensor) -> list[Tensor]:
-            *carried, key = carried
+        def element_of(stored: Tensor, *more: Tensor) -> list[Tensor]:
+            *carried, key = more
             x, inverses = stored.view(self.dtype), 1 if program.fmt.power_of_two_scale else 2
             element, unsure = block_draws.drawn(program, x, key, *carried[len(carried) - inverses :])
             if few:

@@ -50,7 +50,9 @@ def suits(x: Tensor, format: AnyFormat, rounding: str, noise: Noise | None = Non
     those of blocks that have a kernel."""
     if is_traceable_wrapper_subclass(x) or (noise is not None and isinstance(noise.seed, Tensor)):
         return False
-    if isinstance(format, BlockFormat) and x.dtype in FORMAT_OF_DTYPE and block_program(format, rounding) is not None:
+    # A key that is made of a tensor is some hundred operations, which a compiler makes one of.
+    has_kernel = rounding == "nearest" or (noise is not None and not isinstance(noise.step, Tensor))
+    if isinstance(format, BlockFormat) and has_kernel and x.dtype in FORMAT_OF_DTYPE and block_program(format) is not None:
         return True
     operation = pointwise(str(format), rounding, x.dtype) if x.dtype in CARRIERS else None
     return x.device.type == "cpu" or (operation is not None and not operation.tables)

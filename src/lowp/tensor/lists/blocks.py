@@ -28,6 +28,7 @@ from lowp.tensor.packing import group
 
 _CHUNK = 1 << 12  # elements, about
 _WORTH_THREADS = 1 << 15  # elements
+_AHEAD = 4096  # bytes: a page
 
 _HELPERS = r"""
 template <class V> INLINE V spread(const V& of_blocks, long b) { return splat<V>(of_blocks[b]); }  // the number of block b
@@ -220,13 +221,13 @@ class _BlockSource:
 
     def _element(self, load: str, kind: str, name: str) -> str:
         """A vector of elements, as `name`."""
-        declared, passed, kept, taken = self._carried()
+        taken = self._carried()[3]
         if not self.operation.stochastic:
             return f"{kind} {name}; element_of({load}{taken}, {name});"
         whole = ", tensor_scale[0]" if self._whole else ""
         return (
-            f"const i32 index = splat<i32>((int32_t)at) + (splat<i32>((int32_t)e) + LANE_NUMBERS) * splat<i32>((int32_t)apart); "
-            f"const auto x = {load}; {kind} {name}; i32 unsure; element_of(x{taken}, index, {name}, unsure); "
+            "const i32 index = splat<i32>((int32_t)at) + (splat<i32>((int32_t)e) + LANE_NUMBERS) * splat<i32>((int32_t)apart);"
+            f" const auto x = {load}; {kind} {name}; i32 unsure; element_of(x{taken}, index, {name}, unsure); "
             "if (__builtin_expect(any_above(i32{}, unsure), 0)) "
             f"for (long l = 0; l < n; l++) if (unsure[l]) {name}[l] = single::settled(x[l], of_code[b]{whole}, index[l], key);"
         )
@@ -257,7 +258,9 @@ class _BlockSource:
             f"    {kind} top = {{}};",
             "    const auto look = [&](long e, long count) __attribute__((always_inline)) {",
             f"        const {kind} size = load<{kind}>(numbers + e, count) & {own.magnitude};",
-            f"        top = larger(top, size < {own.infinity} ? size : {kind}{{}}); }};",
+            f"        top = larger(top, size < {own.infinity} ? size : {kind}{{}});",
+            f"        __builtin_prefetch((const char*)(numbers + e) + {_AHEAD});",
+            "    };",
             "    long e = piece * 4096;",
             "    for (; e + LANES <= end; e += LANES) look(e, LANES);",
             "    if (e < end) look(e, end - e);",

@@ -50,14 +50,13 @@ def build(
     program = trace(results, [Element(dtype) for dtype in sized], numbers, scalars, list(tables), _CPU)
     assert program.results[0].dtype == out, (program.results[0].dtype, out)
     program = fused(program) if exact_products else program
-    text = _source(in_words(program, words) if words else program, sized, out, tables)
+    text = _source(in_words(program, words) if words else program, sized, out, tables, bool(words))
     address, number = ctypes.c_void_p, ctypes.c_long
     run = cpp.build_parallel(text, [address] * (len(sized) + 3 + len(tables)) + [number] * 2)
     if not words:
         return _CppFlatKernel(run, None)
-    return _CppFlatKernel(
-        run, cpp.build_parallel(text, [address] * (len(sized) + 1) + [number] * 5 + [address] * len(tables) + [number] * 2, "run_drawn")
-    )
+    with_numbers = [address] * (len(sized) + 1) + [number] * 5 + [address] * len(tables) + [number] * 2
+    return _CppFlatKernel(run, cpp.build_parallel(text, with_numbers, "run_drawn"))
 
 
 class _CppFlatKernel:
@@ -145,7 +144,9 @@ def _loop(drawn: drawing.Drawing | None) -> list[str]:
     return ["long e = first;", "for (; e + LANES <= last; e += LANES) body(e, LANES);", "if (e < last) body(e, last - e);"]
 
 
-def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, tables: Sequence[Tensor]) -> str:
+def _source(
+    program: Program, sized: Sequence[torch.dtype], out: torch.dtype, tables: Sequence[Tensor], takes_key: bool = False
+) -> str:
     """The program on as many numbers at a time as a vector holds, chunk by chunk."""
     drawn, program = drawing.taken_apart(program)
     printer = _FlatPrinter(tables)
@@ -194,12 +195,12 @@ def _source(program: Program, sized: Sequence[torch.dtype], out: torch.dtype, ta
         "    return any;",
         "}",
     ]
-    if drawn is not None:
+    if takes_key:
         given = "".join(f"p{i}, " for i in range(len(sized)))
         lines += [
             drawing.key_text(),
-            f'extern "C" int run_drawn({inputs}{SCALARS[out]}* target, long begun, long seed, long step, long stream, long offset, '
-            f"{looked_up}long count, long threads) {{",
+            f'extern "C" int run_drawn({inputs}{SCALARS[out]}* target, long begun, long seed, long step, long stream, '
+            f"long offset, {looked_up}long count, long threads) {{",
             f"    int32_t key[{KEY_SIZE}];",
             "    single::make_key(begun, seed, step, stream, offset, key);",
             f"    return run({given}target, key, nullptr, {''.join(f'table{i}, ' for i in range(len(tables)))}count, threads);",

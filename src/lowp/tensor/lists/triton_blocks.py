@@ -3,7 +3,7 @@
 The arithmetic is traced (block_stages.py) and printed as functions; what stands around it is written here: where blocks lie,
 the largest number of each, and codes of less than 8 bits packed in `lowp.pack`'s order. Formats with a scale for the whole
 tensor have another launch before it that looks at all numbers; what it finds stays on the device. Where stochastic rounding is
-in doubt about an element, its program settles all of its elements in integers, and takes those that were in doubt.
+in doubt about an element, its program works on its blocks again, some at a time, in integers.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def _noise(operation: BlockOperation, key: Tensor | None, apart: int, unused: Te
         return []
     assert key is not None
     in_memory = key.device == unused.device and key.device.type != "cpu"
-    return [apart, key if in_memory else unused, *([0] * KEY_SIZE if in_memory else key.tolist()), in_memory]
+    return [apart, *([0] * KEY_SIZE if in_memory else key.tolist()), key if in_memory else unused, in_memory]
 
 
 def _width(size: int) -> int:
@@ -103,20 +103,18 @@ def source(operation: BlockOperation, device: torch.device) -> str:
     """The text of a module with the kernel `run`."""
     fmt = operation.program.fmt
     width, bits = _width(fmt.size), fmt.element.bits
-    per_group, group_bytes = group(bits)
     lines = [_HEAD]
     stages = operation.stages(device)
     for name, program in stages.items():
         lines += _function(name, program)
     keys = [f"n{i}" for i in range(KEY_SIZE)] if operation.stochastic else []
-    drawn = f"apart, key, {', '.join(keys)}, KEY_IN_MEMORY: tl.constexpr, " if keys else ""
+    plain = ["numbers", "elements", "scales", "whole", "most", "blocks", "length", "in_row", "bytes_in_row"]
+    drawn = ["apart", *keys] if keys else []
     lines += [
         "",
         "",
-        f"@triton.jit(do_not_specialize={keys})",  # a kernel for each key that is a multiple of 16 would be a long wait
-        f"def run(numbers, elements, scales, whole, most, blocks, length, in_row, bytes_in_row, {drawn}EVEN: tl.constexpr, "
-        "BLOCKS: tl.constexpr):",
-        "    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)",
+        "@triton.jit",
+        f"def tile(block, {', '.join(plain + drawn)}, EVEN: tl.constexpr, BLOCKS: tl.constexpr, SETTLES: tl.constexpr):",
         f"    there, lane, size = block < blocks, tl.arange(0, {width}), {fmt.size}",
         f"    begin, packed_begin = block * {fmt.size}, block * {fmt.size * bits // 8}",
         f"    inside = there[:, None]{f' & (lane < {fmt.size})[None, :]' if width > fmt.size else ''}",
@@ -129,25 +127,52 @@ def source(operation: BlockOperation, device: torch.device) -> str:
         "        inside = there[:, None] & (lane[None, :] < size)",
         "    place = begin[:, None] + lane[None, :]",
     ]
-    if operation.packed:
-        lines += [
-            f"    byte = tl.arange(0, {width // per_group}) * {group_bytes}",
-            "    packed = elements + packed_begin[:, None] + byte[None, :]",
-        ]
-        for i in range(group_bytes):  # masks that are the same for a whole row let it be read and written in long vectors
-            lines += [f"    there{i} = there[:, None]"]
-            lines += ["    if not EVEN:"] if width == fmt.size else ["    if True:"]
-            lines += [f"        there{i} = there[:, None] & (byte[None, :] + {i} < (size * {bits} + 7) // 8)"]
     if keys:
         lines += [
             "    row = block // in_row",
             f"    first = row // apart * length * apart + row % apart + (block - row * in_row) * {fmt.size} * apart",
             "    index = first[:, None].to(tl.int32) + lane[None, :] * apart",
-            "    if KEY_IN_MEMORY:",
-            *(f"        {name} = tl.load(key + {i})" for i, name in enumerate(keys)),
         ]
     lines += ["    " + line for line in (_decode(operation) if operation.kind == "decode" else _encode(operation, stages))]
+    lines += ["    return doubt"] if keys else []
+    in_memory = "key, KEY_IN_MEMORY: tl.constexpr, " if keys else ""
+    call = f"tile(block, {', '.join(plain + drawn)}, EVEN, BLOCKS, False)"
+    lines += [
+        "",
+        "",
+        f"@triton.jit(do_not_specialize={keys})",  # a kernel for each key that is a multiple of 16 would be a long wait
+        f"def run({', '.join(plain + drawn)}, {in_memory}EVEN: tl.constexpr, BLOCKS: tl.constexpr):",
+        *(["    if KEY_IN_MEMORY:"] if keys else []),
+        *(f"        {name} = tl.load(key + {i})" for i, name in enumerate(keys)),
+        "    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)",
+        *([f"    {call}"] if not keys else []),
+    ]
+    if keys:  # one element a thread: what is done rarely should be short
+        few = max(1, _TILE // _EACH // width)
+        lines += [
+            f"    doubt = {call}",
+            "    if doubt > 0:",
+            f"        for part in range(BLOCKS // {few}):",
+            f"            some = tl.program_id(0).to(tl.int64) * BLOCKS + part * {few} + tl.arange(0, {few})",
+            f"            tile(some, {', '.join(plain + drawn)}, EVEN, {few}, True)",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _places(operation: BlockOperation) -> list[str]:
+    """Where packed codes lie, and which of their bytes exist."""
+    fmt = operation.program.fmt
+    width, bits = _width(fmt.size), fmt.element.bits
+    per_group, group_bytes = group(bits)
+    lines = [
+        f"byte = tl.arange(0, {width // per_group}) * {group_bytes}",
+        "packed = elements + packed_begin[:, None] + byte[None, :]",
+    ]
+    for i in range(group_bytes):  # masks that are the same for a whole row let it be read and written in long vectors
+        lines += [f"there{i} = there[:, None]"]
+        lines += ["if not EVEN:"] if width == fmt.size else ["if True:"]
+        lines += [f"    there{i} = there[:, None] & (byte[None, :] + {i} < (size * {bits} + 7) // 8)"]
+    return lines
 
 
 def _function(name: str, program: Program) -> list[str]:
@@ -183,9 +208,13 @@ def _encode(operation: BlockOperation, stages: dict[str, Program]) -> list[str]:
     if operation.stochastic:
         more = {name: ", ".join(_of_noise(stages[name])) for name in ("element_of", "settled")}
         lines += [
-            f"result, unsure = element_of(stored, {', '.join(arguments)}, {more['element_of']})",
-            "if tl.max(tl.max(unsure.to(tl.int32), axis=1), axis=0) > 0:",
-            f"    result = tl.where(unsure, settled(stored, {carried[0]}[:, None]{whole}, {more['settled']}), result)",
+            "doubt = 0",
+            "if SETTLES:",
+            f"    result = settled(stored, {carried[0]}[:, None]{whole}, {more['settled']})",
+            "else:",
+            f"    result, unsure = element_of(stored, {', '.join(arguments)}, {more['element_of']})",
+            "    doubt = tl.max(tl.max((unsure & inside).to(tl.int32), axis=1), axis=0)",
+            "    there, inside = there & (doubt == 0), inside & (doubt == 0)",
         ]
     else:
         lines += [f"result = element_of(stored, {', '.join(arguments)})"]
@@ -195,14 +224,20 @@ def _encode(operation: BlockOperation, stages: dict[str, Program]) -> list[str]:
         return [*lines, "tl.store(elements + place, result, mask=inside)"]
     lines += ["tl.store(scales + block, code, mask=there)"]
     lines += ["if tl.program_id(0) == 0:", "    tl.store(whole, tensor_scale)"] if whole else []
-    return lines + (_pack(operation) if operation.packed else ["tl.store(elements + place, result, mask=inside)"])
+    return lines + (
+        [*_places(operation), *_pack(operation)] if operation.packed else ["tl.store(elements + place, result, mask=inside)"]
+    )
 
 
 def _decode(operation: BlockOperation) -> list[str]:
     whole = ", tl.load(whole)" if operation.program.fmt.tensor_scale else ""
     return [
         f"unit = unit_of(tl.load(scales + block, mask=there, other=0){whole})",
-        *(_unpack(operation) if operation.packed else ["codes = tl.load(elements + place, mask=inside, other=0)"]),
+        *(
+            [*_places(operation), *_unpack(operation)]
+            if operation.packed
+            else ["codes = tl.load(elements + place, mask=inside, other=0)"]
+        ),
         "tl.store(numbers + place, value_of(codes, unit[:, None]), mask=inside)",
     ]
 
