@@ -164,9 +164,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             self.check()  # as late as possible: what was prepared until now is not waited for by a device
             worst = self._measure(steps, plain)
             for group, parameters in plain:
-                units = [1.0 / gradient_scale_of(gradient_scale, p) for p in parameters]
                 gradients = [p.grad for p in parameters if p.grad is not None]
-                gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
+                if gradient_scale != 1.0:
+                    units = [1.0 / gradient_scale_of(gradient_scale, p) for p in parameters]
+                    gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
                 for p in parameters:
                     self.state[p]["step"] += 1
                 self.plain_step(group, parameters, gradients)
@@ -185,7 +186,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 self.check_settings(group)  # schedules and users change them at any time
             rated = with_rate(group) if members else group
             for each in members:
-                if self._is_plain(each.layout, group):
+                if each.in_float32 and self.plain_step(group, [], []):
                     parameters = [p for p in each.parameters if p.grad is not None]
                     for p in parameters:
                         check_gradient(p)
@@ -270,11 +271,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 if largest >= LIMIT:
                     name = self._name_of(member.parameter)
                     raise NonFiniteGradient(f"the gradient of {name} is not finite; nothing was changed")
-
-    def _is_plain(self, layout: Layout, group: dict[str, Any]) -> bool:
-        everything = layout.update.dtype == layout.gradient == torch.float32
-        everything = everything and all(state.dtype == torch.float32 for state in layout.states)
-        return everything and self.plain_step(group, [], [])
 
     def _steps_of(self, each: Family, group: dict[str, Any], gradient_scale: GradientScale) -> list[Step]:
         """Members that have taken the same number of steps (mostly all of them) go together."""

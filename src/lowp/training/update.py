@@ -160,8 +160,7 @@ def _not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """
     if not gradients:
         return []
-    on_cpu = all(gradient.device.type == "cpu" for gradient in gradients.values())
-    if on_cpu and torch.stack([gradient.sum() for gradient in gradients.values()]).isfinite().numpy().all():
+    if all(gradient.is_cpu and math.isfinite(gradient.sum()) for gradient in gradients.values()):
         return []
     return _named(gradients, _largest(gradients).isfinite().tolist())
 
