@@ -250,14 +250,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return torch.amax(each, 0, out=worst)
 
     def _refuse_nonfinite(self, members: list[Tensor]) -> None:
-        """Of parameters that torch's own functions update, which would not leave a bad step alone. One wait for all of them.
-
-        On a CPU sums are looked at first: a sum of numbers of which one is not finite is not finite. They take a third of the
-        time. (A sum may also overflow; then the gradients themselves are looked at.)
-        """
+        """Of parameters that torch's own functions update, which would not leave a bad step alone. One wait for all of them."""
         parts = [(p, LocalParameter(p).part_of(p.grad)) for p in members]
         parts = [(p, part) for p, part in parts if part.numel()]  # of a shard with nothing in it there is no largest
-        if all(not part.is_cuda and math.isfinite(part.sum()) for _, part in parts):
+        if compat.all_finite_on_cpu([part for _, part in parts]):
             return
         largest = compat.foreach_norm([part for _, part in parts], math.inf)
         finite = torch.stack([each.to(largest[0].device) for each in largest]).isfinite().tolist()

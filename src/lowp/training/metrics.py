@@ -26,8 +26,10 @@ class Metrics:
         self.steps = 0  # in these sums
 
     def add_loss(self, rank: int, loss: Tensor, share: float) -> None:
-        """On a CPU losses wait too, to be added one by one, in their order, as numbers: an operation of torch takes longer. Of a
-        share that is a power of two, a product has no rounding that a chip could leave out."""
+        """On a CPU losses wait too, to be added one by one, in their order, as numbers: an operation of torch takes longer.
+
+        Only where the share is a power of two: then a product is exact, and it does not matter whether a chip rounds it.
+        """
         place = rank - self._ranks.start
         if loss.is_cpu and math.frexp(share)[0] == 0.5:
             self._waiting[place].append((loss, share))
