@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
+from lowp import compat
 from lowp.training import checkpoint
 from lowp.training.data.base import AHEAD, Request
 from lowp.training.divergence import Diverged
@@ -240,3 +241,32 @@ def test_predictions_counted_later_are_all_counted():
         metrics.add_samples(1, size)
         right += int((logits.argmax(-1) == targets).sum())
     assert metrics.sums() == [(0.0, right, sum(range(1, KEPT + 3)))]
+
+
+def test_losses_added_later_have_the_bits_of_losses_added_at_once():
+    generator = torch.Generator().manual_seed(1)
+    for share, dtype in ((1.0, torch.float32), (0.25, torch.float32), (1 / 3, torch.float32), (0.5, torch.bfloat16)):
+        metrics, expected = Metrics(range(1), 1, torch.device("cpu")), torch.zeros((), dtype=torch.float64)
+        for _ in range(KEPT + 5):
+            loss = torch.rand((), generator=generator).to(dtype)
+            metrics.add_loss(0, loss, share)
+            expected.add_(loss, alpha=share)
+        assert metrics.sums() == [(float(expected), 0, 0)]
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_gradients_that_are_not_finite_are_found_and_others_keep_their_bits(private, monkeypatch):
+    if not private:
+        monkeypatch.setattr(compat, "_look_and_unscale", None)
+    bits = torch.arange(0, 0x7F800000, 99_991, dtype=torch.int32)  # zero, subnormal numbers and so on
+    numbers = torch.cat((bits, bits | -(1 << 31))).view(torch.float32)
+    small = [numbers[numbers.abs() < 1e20].clone(), torch.empty(0), torch.full((3, 5), -0.0).t()]
+    before = [tensor.clone() for tensor in small]
+    assert compat.all_finite_on_cpu(small)
+    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(small, before, strict=True))
+    for bad in (math.inf, -math.inf, math.nan):
+        for size in (1, 7, 100_000):
+            for place in (0, size // 2, size - 1):
+                one = torch.ones(size)
+                one[place] = bad
+                assert not compat.all_finite_on_cpu([torch.ones(3), one, torch.ones(40)])

@@ -60,6 +60,7 @@ class Family:
         self.members = members
         self.bounds = bounds
         self.device = members[0].placement.local.device
+        self.in_float32 = {layout.update.dtype, layout.gradient, *(state.dtype for state in layout.states)} == {torch.float32}
         self.parameters = [m.parameter for m in members]
         self.sharded = any(is_sharded(p) for p in self.parameters)
         self._states = [m.state for m in members]

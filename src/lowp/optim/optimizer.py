@@ -164,9 +164,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             self.check()  # as late as possible: what was prepared until now is not waited for by a device
             worst = self._measure(steps, plain)
             for group, parameters in plain:
-                units = [1.0 / gradient_scale_of(gradient_scale, p) for p in parameters]
                 gradients = [p.grad for p in parameters if p.grad is not None]
-                gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
+                if gradient_scale != 1.0:
+                    units = [1.0 / gradient_scale_of(gradient_scale, p) for p in parameters]
+                    gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
                 for p in parameters:
                     self.state[p]["step"] += 1
                 self.plain_step(group, parameters, gradients)
@@ -185,7 +186,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 self.check_settings(group)  # schedules and users change them at any time
             rated = with_rate(group) if members else group
             for each in members:
-                if self._is_plain(each.layout, group):
+                if each.in_float32 and self.plain_step(group, [], []):
                     parameters = [p for p in each.parameters if p.grad is not None]
                     for p in parameters:
                         check_gradient(p)
@@ -249,14 +250,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return torch.amax(each, 0, out=worst)
 
     def _refuse_nonfinite(self, members: list[Tensor]) -> None:
-        """Of parameters that torch's own functions update, which would not leave a bad step alone. One wait for all of them.
-
-        On a CPU sums are looked at first: a sum of numbers of which one is not finite is not finite. They take a third of the
-        time. (A sum may also overflow; then the gradients themselves are looked at.)
-        """
+        """Of parameters that torch's own functions update, which would not leave a bad step alone. One wait for all of them."""
         parts = [(p, LocalParameter(p).part_of(p.grad)) for p in members]
         parts = [(p, part) for p, part in parts if part.numel()]  # of a shard with nothing in it there is no largest
-        if all(not part.is_cuda and math.isfinite(part.sum()) for _, part in parts):
+        if compat.all_finite_on_cpu([part for _, part in parts]):
             return
         largest = compat.foreach_norm([part for _, part in parts], math.inf)
         finite = torch.stack([each.to(largest[0].device) for each in largest]).isfinite().tolist()
@@ -270,11 +267,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 if largest >= LIMIT:
                     name = self._name_of(member.parameter)
                     raise NonFiniteGradient(f"the gradient of {name} is not finite; nothing was changed")
-
-    def _is_plain(self, layout: Layout, group: dict[str, Any]) -> bool:
-        everything = layout.update.dtype == layout.gradient == torch.float32
-        everything = everything and all(state.dtype == torch.float32 for state in layout.states)
-        return everything and self.plain_step(group, [], [])
 
     def _steps_of(self, each: Family, group: dict[str, Any], gradient_scale: GradientScale) -> list[Step]:
         """Members that have taken the same number of steps (mostly all of them) go together."""

@@ -69,7 +69,7 @@ def stochastic_half(numbers: Tensor, noise: Draw, positive: bool) -> Tensor:
         return torch.where(field < 103, smallest, cut) | (bits & ~0x7FFFFFFF)
 
     def of_normal() -> Tensor:
-        return (bits + (noise.upper >> 3)) & ~0x1FFF
+        return (bits + noise.top13) & ~0x1FFF
 
     def is_unusual() -> Tensor:
         least, most = (bits_of_number(x, F32) for x in (torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max))

@@ -19,7 +19,7 @@ from lowp.optim.rules import Average, Rule
 from lowp.optim.sharding import LocalParameter
 from lowp.tensor.carrier import F32, FORMAT_OF_DTYPE, carrier_for, exponent_below
 from lowp.tensor.lists.function import tables_on
-from lowp.tensor.memory import is_dense
+from lowp.tensor.memory import in_large_pages, is_dense
 
 LONGEST_BLOCK = 256
 _SHORTEST_BLOCK = 32
@@ -114,7 +114,7 @@ def begin(parameter: Tensor, layout: Layout) -> dict[str, Any]:
         raise ValueError(f"a parameter of shape {tuple(local.shape)} and strides {local.stride()} is not dense")
     state: dict[str, Any] = {"step": 0}
     for name, stored in zip(layout.rule.states, layout.states, strict=True):
-        state[name] = placement.like(torch.zeros_like(local, dtype=stored.dtype), parameter.shape)
+        state[name] = placement.like(_zeros_like(local, stored.dtype), parameter.shape)
         if stored.scale == "tensor":
             state[f"{name}_bound"] = torch.tensor(scales.UNKNOWN, dtype=torch.int32, device=local.device)
         elif stored.scale == "block":
@@ -122,8 +122,12 @@ def begin(parameter: Tensor, layout: Layout) -> dict[str, Any]:
             rows = torch.full((local.shape[0], per_row), -126, dtype=torch.int8, device=local.device)
             state[f"{name}_exponents"] = placement.like(rows, torch.Size((parameter.shape[0], per_row)))
     if layout.update.compensated:
-        state["compensation"] = placement.like(torch.zeros_like(local), parameter.shape)
+        state["compensation"] = placement.like(_zeros_like(local, local.dtype), parameter.shape)
     return state
+
+
+def _zeros_like(local: Tensor, dtype: torch.dtype) -> Tensor:
+    return in_large_pages(torch.empty_like(local, dtype=dtype)).zero_()
 
 
 def decoded(member: Member, layout: Layout, bounds: Tensor) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Loss and accuracy of the steps since the last line of the log, as sums on the device: to read them is to wait for it."""
 
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class Metrics:
         self._losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in ranks]
         self._correct = [torch.zeros((), dtype=torch.int64, device=device) for _ in ranks]
         self._right: list[list[Tensor]] = [[] for _ in ranks]  # true where a prediction was right; not in `_correct` yet
+        self._waiting: list[list[tuple[Tensor, float]]] = [[] for _ in ranks]  # losses and shares; not in `_losses` yet
         self._predictions = [0 for _ in ranks]
         self.steps = 0  # in these sums
         # Of one pass, where a graph leaves them
@@ -27,7 +29,24 @@ class Metrics:
         self._recorded_correct = torch.zeros((), dtype=torch.int64, device=device)
 
     def add_loss(self, rank: int, loss: Tensor, share: float) -> None:
-        self._losses[rank - self._ranks.start].add_(loss, alpha=share)
+        """On a CPU losses wait too, to be added one by one, in their order, as numbers: an operation of torch takes longer.
+
+        Only where the share is a power of two: then a product is exact, and it does not matter whether a chip rounds it.
+        """
+        place = rank - self._ranks.start
+        if loss.is_cpu and math.frexp(share)[0] == 0.5:
+            self._waiting[place].append((loss, share))
+            if len(self._waiting[place]) >= KEPT:
+                self._add_losses(place)
+        else:
+            self._losses[place].add_(loss, alpha=share)
+
+    def _add_losses(self, place: int) -> None:
+        waiting, self._waiting[place] = self._waiting[place], []
+        total = float(self._losses[place])
+        for loss, share in waiting:
+            total += float(loss) * share
+        self._losses[place].fill_(total)
 
     def add_predictions(self, rank: int, logits: Tensor, targets: Tensor) -> None:
         """Counted some steps at a time: two small operations fewer in a step."""
@@ -59,6 +78,7 @@ class Metrics:
         """(losses, right predictions, predictions) of each rank here."""
         for place in range(len(self._ranks)):
             self._count(place)
+            self._add_losses(place)
         rows = zip(self._losses, self._correct, self._predictions, strict=True)
         return [(float(losses), int(correct), predictions) for losses, correct, predictions in rows]
 
@@ -74,6 +94,7 @@ class Metrics:
         for number in (*self._losses, *self._correct):
             number.zero_()
         self._right = [[] for _ in self._ranks]
+        self._waiting = [[] for _ in self._ranks]
         self._predictions = [0 for _ in self._ranks]
         self.steps = 0
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowp.tensor.lists.preamble import SINGLES
-from lowp.tensor.lists.tracing import WORD, Element, Program, Statement, Value, needed, trace
+from lowp.tensor.lists.tracing import WORD, Element, Program, Statement, Value, needed, trace, usual_and_general
 from lowp.tensor.lists.vectors import TYPES, Printer, SinglePrinter
 from lowp.tensor.noise import key_of_numbers
 
@@ -130,8 +130,11 @@ def taken_apart(program: Program) -> tuple[Drawing | None, Program]:
     first, low, high = found
     keys = {v.name for v in program.numbers.values() if v.dtype == WORD}
     ours, statements = {low.name, high.name}, []
+    always = _of_the_usual_way(program, keys)
     for s in program.statements:
         values = [a for a in s.arguments if isinstance(a, Value)]
+        if s.result.name not in always:
+            continue
         if s.result.dtype == WORD and s.operand == WORD and all(v.name in ours or v.name in keys for v in values):
             ours.add(s.result.name)
             statements.append(s)
@@ -143,6 +146,15 @@ def taken_apart(program: Program) -> tuple[Drawing | None, Program]:
     drawing = Drawing(first, low, high, tuple(statements), words, frozenset(keys))
     left = Program(program.elements, program.numbers, program.scalars, needed(rest, program.results), program.results)
     return drawing, left
+
+
+def _of_the_usual_way(program: Program, keys: set[str]) -> set[str]:
+    """The names that are needed where every shortcut is taken. Words that only long ways need are made there, if that takes no
+    key."""
+    usual = {s.result.name for s in usual_and_general(program)[0].statements}
+    others = [s for s in program.statements if s.result.name not in usual]
+    by_keys = any(isinstance(a, Value) and a.name in keys for s in others for a in s.arguments)
+    return usual | {s.result.name for s in others} if by_keys else usual
 
 
 def _beginning(program: Program) -> tuple[int, Value, Value] | None:
