@@ -1,6 +1,7 @@
 """Optimizers' kernels, printed for CUDA and run by Triton's interpreter: the bits of plain operations.
 
-Left out are a chip's own conversions and assembly, which the interpreter does not have: tests/gpu/test_optim_cuda.py has these.
+Left out are a chip's own conversions, which the interpreter does not have: tests/gpu/test_optim_cuda.py has these. Assembly is
+interpreted too (tests/assembly.py).
 Weights are float16: the interpreter truncates where it should round to bfloat16.
 """
 
@@ -20,19 +21,20 @@ from interpreter import needs_triton, run
 CASES = [("AdamW", "kahan", None), ("AdamW", "stochastic", "e4m3fn"), ("SGD", "kahan", "dynamic8")]
 SHAPES = [(9, 512), (33,), (40, 128), (4, 1152), (1,), (5, 1000)]  # blocks of 256, 128, 192 and 250; vectors
 CHUNK, STEPS = 512, 3  # small, so that there are several chunks, of several steps, the last of them not full
-taken = set()  # numbers of steps
+taken = set()  # numbers of steps, and what was in assembly
 
 
 class Interpreted:
     """What `_TritonListKernel` does, on a CPU."""
 
     def __init__(self, what, device):
+        from lowp.tensor import grid
         from lowp.tensor.lists import triton
         from lowp.tensor.lists.function import tables_on
         from lowp.tensor.lists.tracing import trace
 
         self._what, self._tables = what, list(tables_on(what, device))
-        with as_for_cuda():
+        with as_for_cuda(), patch.object(grid, "in_assembly", lambda numbers: grid.becomes_kernel()):
             program = trace(what.function, what.elements, what.numbers, what.scalars, self._tables, device)
         self._places = list(program.scalars)
         with patch.object(triton, "_look_up", lambda s: None), patch.object(triton, "expression", without_assembly):
@@ -42,7 +44,7 @@ class Interpreted:
         text = text.replace(
             head, head + "".join(f"    {v.name} = tl.full([], {v.name}, tl.float32)\n" for v in program.scalars.values())
         )
-        self._run = triton.build(text)
+        self._run = triton.build("from assembly import assembly\n" + text)
 
     def __call__(self, lists, numbers, scalars, skip, reduced):
         from lowp.tensor.lists.function import LIMIT
@@ -65,8 +67,15 @@ class Interpreted:
 
 
 def without_assembly(s):
+    from lowp.tensor.grid import stochastic_rank_in_assembly
     from lowp.tensor.lists import triton
+    from lowp.tensor.noise import philox_in_assembly
 
+    if s.operation.startswith(("philox", "stochastic_rank")):
+        taken.add(s.operation.split()[0])
+        is_rank, keys = "rank" in s.operation, len(s.arguments) - 1
+        text = stochastic_rank_in_assembly(s.operation) if is_rank else philox_in_assembly(s.operation, keys)
+        return f'assembly("{text}", {", ".join(argument.name for argument in s.arguments)})'
     if s.operation == "sum_cut":
         a, b = (f"{argument.name}.to(tl.float64)" for argument in s.arguments)
         return f"(tl.floor({a} + {b}) + 8388608.0).to(tl.float32)"
@@ -124,3 +133,4 @@ if __name__ == "__main__":
     for case in CASES:
         print(*case, flush=True)
         check(*case)
+    assert {"philox0", "philox1", "stochastic_rank"} <= taken
