@@ -300,6 +300,27 @@ def test_empty_lists():
         assert what(Lists(empty), torch.zeros((0, 2), dtype=I32), []).tolist() == [[0, 0]]
 
 
+def test_many_small_tensors_are_worth_a_kernel_at_once():
+    """Plain operations take as long for a tensor of a few elements as for thousands: biases and norms of a model are a list."""
+    for count, built in ((3, False), (20, True)):
+        lowp.set_kernel_policy("auto")
+        what = ListFunction(lambda x, *_: [x + 1], (Element(I32),), (0,), 0, 0)
+        what(Lists([[torch.zeros(5, dtype=I32)] for _ in range(count)]), torch.zeros((0, count), dtype=I32), [])
+        assert ((what, CPU) in kernels._state.kernels) is built
+
+
+@pytest.mark.parametrize("offset", [0, 5, 32, 65_531, (1 << 20) + 7])
+def test_noise_of_long_tensors_and_of_any_beginning(offset):
+    """Indices are counted in words of 16 bits, which wrap around: between two vectors, or inside of one."""
+    x = torch.linspace(-3, 3, 140_003)
+    noise = lowp.Noise(1, step=7, offset=offset)
+    found = []
+    for policy in ("never", "always"):
+        lowp.set_kernel_policy(policy)
+        found.append(lowp.quantize(x, "e5m2", "stochastic", seed=noise))
+    assert torch.equal(*found)
+
+
 def test_gradients_in_new_places():
     """`replace` gives a column other tensors."""
     what = ListFunction(lambda x, y, *_: [x + y], (Element(I32), Element(I32)), (0,), 0, 0)

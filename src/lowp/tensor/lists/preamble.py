@@ -64,12 +64,10 @@ typedef float f32 __attribute__((vector_size(4 * LANES)));
 #endif
 #define INLINE static inline __attribute__((always_inline))
 // The compiler no longer knows that a vector is a constant. It would make it anew, with two instructions, wherever it is used.
-#if defined(__x86_64__)
+#if REGISTER >= 32
 #define KEEP(vector) asm("" : "+v"(vector))
-#elif defined(__aarch64__)
-#define KEEP(vector) asm("" : "+w"(vector))
 #else
-#define KEEP(vector) asm("" : "+m"(vector))
+#define KEEP(vector)
 #endif
 // Subnormal numbers count, whatever the calling thread was told (torch.set_flush_denormal).
 struct Subnormals {
