@@ -84,6 +84,9 @@ def _block_candidates(fmt: lowp.BlockFormat, stage: Stage) -> Iterator[Candidate
     def quantize(n: int) -> object:
         return lowp.quantize(stage.x[:n].view(-1, ROW), fmt)
 
+    def stochastic(n: int) -> object:
+        return lowp.quantize(stage.x[:n].view(-1, ROW), fmt, "stochastic", seed=lowp.Noise(1, step=n))
+
     def encode(n: int) -> object:
         return lowp.encode(stage.x[:n].view(-1, ROW), fmt, nan="saturate")
 
@@ -96,5 +99,6 @@ def _block_candidates(fmt: lowp.BlockFormat, stage: Stage) -> Iterator[Candidate
 
     bars = BARS[stage.device.type].get("block", {})
     yield Candidate("lowp", name, "quantize", quantize, 8, bars.get("quantize"), unit=ROW)
+    yield Candidate("lowp", name, "stochastic", stochastic, 8, unit=ROW)
     yield Candidate("lowp", name, "encode", encode, 5, bars.get("encode"), unit=ROW)
     yield Candidate("lowp", name, "decode", decode, 5, bars.get("decode"), unit=ROW)
