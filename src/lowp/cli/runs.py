@@ -117,14 +117,18 @@ def _print_groups(count: int, width: int, tables: "Callable[[list[int], bool], T
     out = console()
     unlimited = out.options.update(width=1 << 20)
     places = list(range(1, count))
+
+    def groups_of(others: int) -> list[list[int]]:
+        return [[0, *places[start : start + others]] for start in range(0, max(1, len(places)), others)]
+
     for others in range(max(1, len(places)), 0, -1):
-        groups = [[0, *places[start : start + others]] for start in range(0, max(1, len(places)), others)]
-        made = [tables(group, False) for group in groups]
+        made = [tables(group, False) for group in groups_of(others)]
         if all(out.measure(each, options=unlimited).maximum <= width for each in made):
             break
     else:  # not even two; with the names of runs folded they may fit
+        made = [tables(group, False) for group in groups_of(1)]
         if any(sum((column.min_width or 0) + 2 for column in each.columns) - 2 > width for each in made):
-            made = [tables(group, True) for group in groups]
+            made = [tables(group, True) for group in groups_of(1)]
     for number, each in enumerate(made):
         if number:
             out.print()
