@@ -23,6 +23,12 @@ import lowp
 SIZE = 2048
 
 
+@pytest.fixture(autouse=True)
+def _kernels(_plain_operations):
+    """256 ranks take seconds in plain operations; the bits are the same (test_part_kernels.py)."""
+    lowp.set_kernel_policy("always")
+
+
 @functools.cache
 def gradient(rank: int, size: int = SIZE, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(1000 + rank)) * scale
