@@ -11,7 +11,6 @@ Modules of torch that take long to import (Dynamo, inductor, FSDP, DTensor) are 
 """
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -96,22 +95,6 @@ foreach_norm: Any = getattr(torch, "_foreach_norm", _in_a_loop(torch.linalg.vect
 foreach_copy_: Any = getattr(torch, "_foreach_copy_", _in_a_loop(Tensor.copy_))
 foreach_mul_: Any = getattr(torch, "_foreach_mul_", _in_a_loop(Tensor.mul_))
 foreach_zero_: Any = getattr(torch, "_foreach_zero_", lambda tensors: [tensor.zero_() for tensor in tensors])
-# What GradScaler looks at gradients with: one call for all tensors, a third of the time of their sums. Degrades to the sums.
-_look_and_unscale: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
-
-
-def all_finite_on_cpu(tensors: Sequence[Tensor]) -> bool:
-    """Are all numbers finite? False also where that is not known: other devices, sums that overflow.
-
-    Tensors are "unscaled" by one, which leaves every bit as it is (tests/train/test_update.py).
-    """
-    if not all(tensor.is_cpu and tensor.layout is torch.strided and tensor.is_floating_point() for tensor in tensors):
-        return False
-    if _look_and_unscale is None:
-        return all(math.isfinite(tensor.sum()) for tensor in tensors)
-    found = torch.zeros(())
-    _look_and_unscale(tensors, found, torch.ones(()))
-    return not found.numpy()  # (a read that no dispatch mode sees: of a device, reads are counted)
 
 
 # Tensors.

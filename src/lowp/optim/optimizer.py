@@ -25,7 +25,7 @@ from lowp.optim.rules import Rule
 from lowp.optim.sharding import LocalParameter
 from lowp.optim.storing import decoded, layout_for
 from lowp.tensor.carrier import FORMAT_OF_DTYPE
-from lowp.tensor.errors import NonFiniteGradient
+from lowp.tensor.errors import NonFiniteGradient, surely_finite
 from lowp.tensor.lists.function import LIMIT
 
 
@@ -253,7 +253,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """Of parameters that torch's own functions update, which would not leave a bad step alone. One wait for all of them."""
         parts = [(p, LocalParameter(p).part_of(p.grad)) for p in members]
         parts = [(p, part) for p, part in parts if part.numel()]  # of a shard with nothing in it there is no largest
-        if compat.all_finite_on_cpu([part for _, part in parts]):
+        if surely_finite(part for _, part in parts):
             return
         largest = compat.foreach_norm([part for _, part in parts], math.inf)
         finite = torch.stack([each.to(largest[0].device) for each in largest]).isfinite().tolist()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lowp import compat
 from lowp.optim.optimizer import LowPrecisionOptimizer
-from lowp.tensor.errors import NonFiniteGradient
+from lowp.tensor.errors import NonFiniteGradient, surely_finite
 from lowp.training.world import World
 
 COPIES_AT_MOST = 1 << 30  # bytes
@@ -154,7 +154,7 @@ def _largest(gradients: Mapping[str, Tensor]) -> Tensor:
 
 def _not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """The names of gradients that are infinite or NaN. Waits for the device. On a CPU most calls take a shorter way."""
-    if not gradients or compat.all_finite_on_cpu([*gradients.values()]):
+    if not gradients or surely_finite(gradients.values()):
         return []
     return _named(gradients, _largest(gradients).isfinite().tolist())
 
