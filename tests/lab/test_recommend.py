@@ -44,6 +44,19 @@ def test_a_module_with_a_batch():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_formats_that_no_state_can_have():
+    """The formats of one call are for all roles, and blocks or 4 bits are none for states."""
+    model, inputs, targets = subject()
+    found = lowp.recommend(
+        model, inputs, targets, nn.functional.cross_entropy, steps=2, seeds=2, formats=["fp8", "mxfp4", "e2m1fn"],
+        roles=("weights", "state"),
+    )  # fmt: skip
+    assert found.not_tried == ("state mxfp4", "state e2m1fn")
+    assert [(trial.role, trial.format) for trial in found.trials][2:] == [("weights", "e2m1fn"), ("state", "e4m3fn")]
+    with pytest.raises(ValueError, match="8 to 16 bits, without blocks: not in state mxfp4"):
+        lowp.recommend(model, inputs, targets, nn.functional.cross_entropy, formats=["mxfp4"], roles=("state",))
+
+
 def test_figures_of_the_numbers():
     x = torch.tensor([1.0, 2.0**-20, 0.0, -3.0])
     sqnr, underflow, overflow = module._fidelity(lowp.format("e4m3fn"), [x])

@@ -95,6 +95,8 @@ def _print(found: "Recommendation") -> None:
         f"the narrowest that holds: {advice}. holds: the upper end of the 95 % interval is within {found.tolerance:.4f}. "
         "bytes: of fp32's. Each role was tried alone; more steps and seeds say more."
     )
+    if found.not_tried:
+        notes += f" Not tried, since optimizer states need 8 to 16 bits without blocks: {', '.join(found.not_tried)}."
     typer.echo(fill(notes, width))
 
 

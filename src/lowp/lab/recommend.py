@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.formats import BlockFormat, FormatLike
+from lowp.formats import AnyFormat, BlockFormat, FormatLike
 from lowp.formats import format as parse_format
 from lowp.health.measures import SUMS, measure, merge, sample, summary
 from lowp.lab.recommend_cases import TriedModel, case_of
@@ -85,6 +85,7 @@ class Recommendation:
     first_loss: float  # before the first step
     tolerance: float  # by how much a loss may be larger
     trials: tuple[Trial, ...] = field(repr=False)
+    not_tried: tuple[str, ...] = ()  # roles and formats that do not go together
 
     @property
     def advice(self) -> dict[str, str]:
@@ -119,7 +120,8 @@ def recommend(
         model: a recipe (`lowp recipes`, a TOML file), a model of `lowp recipes --models`, `module:function` as `lowp predict`
             takes it, or an nn.Module with `inputs`, and `targets` and `loss(outputs, targets)`. It is not changed.
         roles: which to try, of weights, activations, errors, gradients, state (the optimizer's) and wire (two ranks).
-        formats: to try for every role. Default: what hardware has, FORMATS.
+        formats: to try for every role. Default: what hardware has, FORMATS. Optimizer states are kept in 8 to 16 bits, without
+            blocks: other formats are not tried for them, and `not_tried` lists them.
         steps, seeds: of each training. Weights, or where a module is given the batches, differ by seed.
         tolerance: by how much a loss may be larger than float32's, as a part of it.
         data: where data sets lie.
@@ -127,7 +129,11 @@ def recommend(
     """
     _check(roles, steps, seeds, tolerance)
     case = case_of(model, inputs, targets, loss, data)
-    plan = [(role, parse_format(each)) for role in roles for each in (formats or FORMATS[role])]
+    asked = [(role, parse_format(each)) for role in roles for each in (formats or FORMATS[role])]
+    plan = [(role, fmt) for role, fmt in asked if role != "state" or _holds_states(fmt)]
+    not_tried = tuple(f"{role} {fmt}" for role, fmt in asked if (role, fmt) not in plan)
+    if not plan:
+        raise ValueError(f"optimizer states are kept in formats of 8 to 16 bits, without blocks: not in {not_tried[0]}")
     total, done = seeds * (1 + len(plan)), 0
 
     def trained(role: str | None, fmt: Any, seed: int) -> float:
@@ -149,7 +155,11 @@ def recommend(
         trials.append(_judged(role, fmt, differences, margin, seen.get(role, [])))
     if progress is not None:
         progress(total, total, "")
-    return Recommendation(case.name, steps, seeds, statistics.fmean(reference), first, margin, tuple(trials))
+    return Recommendation(case.name, steps, seeds, statistics.fmean(reference), first, margin, tuple(trials), not_tried)
+
+
+def _holds_states(fmt: AnyFormat) -> bool:
+    return not isinstance(fmt, BlockFormat) and fmt.signed and 8 <= fmt.bits <= 16
 
 
 def _check(roles: Sequence[str], steps: int, seeds: int, tolerance: float) -> None:
