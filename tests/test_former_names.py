@@ -1,6 +1,7 @@
 """Names that have changed are understood for one version, and a warning says the new one: in Python and in recipes."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -134,7 +135,11 @@ def test_checkpoints_of_before():
 
 def lowp_command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lowp", *words], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(SOURCE)}
+        [sys.executable, "-m", "lowp", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
     )
 
 

@@ -16,8 +16,8 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def try_lock(file: IO[Any], *, shared: bool = False) -> None:
-    """Take the kernel's lock on a file, which is gone when the process is; OSError where another has it.
+def try_lock(file: "IO[Any] | int", *, shared: bool = False) -> None:
+    """Take the kernel's lock on a file or a descriptor, which is gone when the process is; OSError where another has it.
 
     Where the system has no such locks nothing is taken: two processes in one directory are then the user's to avoid.
     """

@@ -17,7 +17,7 @@ from lowp.training.recipe import Recipe
 from lowp.training.stored_state import pack, unpack
 from lowp.training.trainer import Trainer
 
-FREE = {"name", "description", "ranks", "virtual_ranks", "device", "threads", "test_every", "checkpoints", "log"}
+FREE = {"name", "description", "ranks", "virtual_ranks", "device", "threads", "test_every", "test_flip", "checkpoints", "log"}
 """Keys that may change between a run and its resumption: they do not change what the next step computes."""
 BY_EPOCHS = ("poly", "cosine")  # learning rates that depend on how many epochs there are; with others, a run can be prolonged
 

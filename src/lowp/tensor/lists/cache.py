@@ -11,7 +11,6 @@ What lies here is loaded and run, so it must be this user's, and writable by nob
 
 import ctypes
 import errno
-import fcntl
 import hashlib
 import os
 import secrets
@@ -20,6 +19,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+
+from lowp.machine import try_lock
 
 OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 DIGEST = hashlib.sha256().digest_size
@@ -75,7 +76,7 @@ def _alone(folder: int, name: str) -> Iterator[None]:
         deadline = time.monotonic() + LONGEST_WAIT
         while time.monotonic() < deadline:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(lock)
                 break
             except BlockingIOError:
                 time.sleep(0.01)
