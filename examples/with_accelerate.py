@@ -36,6 +36,7 @@ def main() -> None:
     # Every process saves to the same folder and loads from it.
     folder = accelerator.gather_for_metrics([tempfile.mkdtemp()], use_gather_object=True)[0]
     accelerator.save_state(folder)
+    accelerator.wait_for_everyone()  # one process writes for all
     accelerator.load_state(folder)
     accelerator.print(f"loss of the last batch: {loss.item():.4f}")
     if compression.handles:  # none in a single process
