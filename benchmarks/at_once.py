@@ -10,13 +10,13 @@ same contender's steps at the same time: they get ready, wait for each other, an
 import argparse
 import json
 import queue
-import time
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.harness import RESULTS, facts_of, heading, table, write
+from benchmarks.training.clock import steps_within, warm_up_seconds
 
 from lowp.lab.mps import mps
 from lowp.training.cuda_settings import cuda_settings
@@ -60,18 +60,10 @@ def work(number: int, names: list[str], options: argparse.Namespace, barrier: An
                 trainer = Trainer(recipe, world, options.data)
                 if world.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                began = time.perf_counter()
-                for _ in range(options.warm_up):
-                    trainer.train_step()
-                trainer.take_metrics()
-                row["ready_s"] = time.perf_counter() - began
+                row["ready_s"] = warm_up_seconds(trainer, options.warm_up)
                 barrier.wait(timeout=400)
-                began, steps = time.perf_counter(), 0
-                while time.perf_counter() - began < options.seconds:
-                    trainer.train_step()
-                    steps += 1
-                trainer.take_metrics()  # waits for the device
-                row |= {"steps": steps, "seconds": time.perf_counter() - began, "batch": recipe.batch}
+                steps, seconds = steps_within(trainer, options.seconds)
+                row |= {"steps": steps, "seconds": seconds, "batch": recipe.batch}
                 if world.device.type == "cuda":
                     row["peak_bytes"] = torch.cuda.max_memory_allocated()
                 trainer.close()

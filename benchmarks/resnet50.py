@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from benchmarks.harness import RESULTS, facts_of, heading, table, write
+from benchmarks.training.clock import steps_within, warm_up_seconds
 
 from lowp.training import trainer as training
 from lowp.training.cuda_settings import cuda_settings
@@ -60,17 +61,9 @@ def measured(name: str, options: argparse.Namespace, compiled: bool) -> dict[str
         on_cuda = world.device.type == "cuda"
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        for _ in range(options.warm_up):
-            trainer.train_step()
-        trainer.take_metrics()
-        row["ready_s"] = time.perf_counter() - began
-        began, steps = time.perf_counter(), 0
-        while time.perf_counter() - began < options.seconds:
-            trainer.train_step()
-            steps += 1
-        trainer.take_metrics()  # waits for the device
-        row |= {"steps": steps, "images_per_second": steps * options.batch / (time.perf_counter() - began)}
+        row["ready_s"] = warm_up_seconds(trainer, options.warm_up)
+        steps, seconds = steps_within(trainer, options.seconds)
+        row |= {"steps": steps, "images_per_second": steps * options.batch / seconds}
         row["peak_bytes"] = torch.cuda.max_memory_allocated() if on_cuda else 0
         trainer.close()
     return row

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from counted import Counted
 
 import lowp
 from lowp.tensor.kernels import building
@@ -27,19 +27,6 @@ CASES = [
     ("adaptive:4", {}),
     ("adaptive:4", {"rounding": "stochastic", "error_feedback": True, "layers": {"p1*": "fp32"}}),
 ]
-VIEWS = ("view", "slice", "select", "as_strided", "unbind", "alias", "detach")
-
-
-class Counted(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._schema.name.removeprefix("aten::")
-        if name not in VIEWS:
-            self.names.append(name)
-        return function(*args, **(kwargs or {}))
 
 
 def operations(layers, format, options):

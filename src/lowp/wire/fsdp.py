@@ -106,14 +106,14 @@ class FsdpHandle:
         link, scheduler, workspaces = communicator.link, ChunkScheduler(), self._workspaces_for(shard.device)
         sent, rules = link.bytes_sent, self.rules(communicator.world)
 
-        def reduced(piece: Chunk) -> Steps:
+        def in_workspace(piece: Chunk) -> Steps:
             workspace = workspaces.take()
             yield from steps(piece, replace(rules, workspace=workspace))
             workspaces.give_back(workspace)
 
         pieces = _pieces(codec_for(codec, shard.dtype), shard.numel(), communicator.world, cuts_for(None, shard.device)[1])
         for piece in pieces:
-            scheduler.add(Task(link.take_number(), reduced(piece), self._meter))
+            scheduler.add(Task(link.take_number(), in_workspace(piece), self._meter))
         communicator.run(scheduler, what)
         self.count(link.bytes_sent - sent, plain_bytes)
 
