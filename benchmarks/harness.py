@@ -36,9 +36,20 @@ def machine_name(device: str) -> str:
         import torch
 
         return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    names = _cpuinfo("model name")
     return f"{names[0]} x{len(names)}" if names else platform.processor() or platform.machine()
+
+
+def _cpuinfo(key: str) -> list[str]:
+    """What /proc/cpuinfo says of each processor; nothing where there is no such file."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return [line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key]
+
+
+def _generation() -> dict[str, str]:
+    """Family and model: virtual machines give processors of several generations the same name."""
+    found = [*_cpuinfo("cpu family")[:1], *_cpuinfo("model")[:1]]
+    return {"processor": f"family {found[0]}, model {found[1]}"} if len(found) == 2 else {}
 
 
 def facts_of(device: str, threads: int | None = None) -> dict[str, Any]:
@@ -53,6 +64,7 @@ def facts_of(device: str, threads: int | None = None) -> dict[str, Any]:
         "device": device,
         "threads": torch.get_num_threads() if threads is None else threads,
         "processors": os.cpu_count() or 1,
+        **_generation(),
         "python": platform.python_version(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "lowp": lowp.__version__,

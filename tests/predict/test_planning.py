@@ -14,7 +14,7 @@ from lowp.predict.cluster import Cluster, Device, LinkLevel, ModelTimes
 from lowp.predict.gradients import SampleGradients, cut, gradients_of
 from lowp.predict.planning import GAIN, MAX_ERROR, chosen_of, plan
 from lowp.predict.subjects import subject_of
-from lowp.predict.wires import compress_arguments, wire_of
+from lowp.predict.wires import compress_arguments, uncompressed, uncompressed_of, wire_of
 from lowp.wire.settings import Settings
 
 WIRES = ("fp32", "e4m3fn/local", "e2m1fn/block:32")
@@ -75,6 +75,31 @@ def test_torchs_own_16_bits_are_a_hook_and_no_recipe():
     assert found.code.endswith("ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)")
     assert found.recipe is None
     assert "--no-torch" in found.recipe_toml
+
+
+def test_a_16_bit_model_is_compared_with_its_own_dtype():
+    """DistributedDataParallel sends bfloat16 gradients in bfloat16: that is what loses nothing."""
+    model, inputs = make()
+    wires = ("bf16", *WIRES[1:])
+
+    def of(machine, max_error=0.05):
+        return plan(model, machine, 4, inputs=inputs, wires=wires, batch=8, uncompressed="bf16", max_error=max_error)
+
+    fast = of(cluster(1e12, 0.0, overhead=0.0))
+    assert fast.chosen.wire == "bf16"
+    assert fast.arguments == {}
+    assert fast.code == "ddp = DistributedDataParallel(model, bucket_cap_mb=25)"
+    assert fast.recipe == {"format": "fp32", "bucket_mb": 26.2144}  # uncompressed, in the dtype of the gradients
+    slow = of(cluster(1e5))
+    assert slow.chosen.wire.startswith("e4m3fn/local@")
+    assert slow.why_not(next(o for o in slow.runners_up if o.wire == "bf16")).endswith("% slower")
+    assert of(cluster(1e5), max_error=0.0).chosen.wire == "bf16"  # no budget forbids a model's own dtype
+
+
+def test_the_dtype_of_most_numbers_says_what_is_uncompressed():
+    assert [uncompressed(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)] == ["fp32", "fp16", "bf16"]
+    assert uncompressed_of([torch.ones(3), torch.ones(4, dtype=torch.bfloat16)]) == "bf16"
+    assert uncompressed_of([]) == "fp32"
 
 
 def test_every_option_has_a_reason():

@@ -25,9 +25,9 @@ def net():
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
 
 
-def loss_of(model, rank, step):
+def loss_of(model, rank, step, dtype=torch.float32):
     x = torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x).square().mean()
+    return model(x.to(dtype)).square().mean()
 
 
 def plan_in_ddp(rank):
@@ -108,6 +108,19 @@ def mistakes(rank):
 
 def test_mistakes_name_the_argument_and_no_budget_is_float32():
     assert ranks.run(mistakes, 2) == [(False, {})] * 2
+
+
+def plan_of_a_16_bit_model(rank):
+    ddp = DistributedDataParallel(net().bfloat16())
+    handle = lowp.compress_gradients(ddp, "plan", max_error=0, cluster=slow_cluster())
+    for step in range(OBSERVED + 1):
+        loss_of(ddp, rank, step, torch.bfloat16).backward()
+    return handle.arguments, handle.plan and [option.wire for option in handle.plan.options if option.uncompressed]
+
+
+def test_a_16_bit_model_is_compared_with_what_ddp_sends():
+    """And keeps it where there is no budget: it loses nothing that DistributedDataParallel would not lose."""
+    assert ranks.run(plan_of_a_16_bit_model, 2) == [({}, ["bf16"]), ({}, None)]
 
 
 def measure_and_choose(rank):

@@ -20,7 +20,7 @@ from lowp.predict.prediction import BUCKET_MB, MEGABYTE, predict
 from lowp.predict.probes.codec_times import codec_speed
 from lowp.predict.probes.link import link_levels
 from lowp.predict.probes.meeting import Meeting
-from lowp.predict.wires import WireChoice, wire_of
+from lowp.predict.wires import WireChoice, uncompressed, wire_of
 from lowp.predict.workload import ModelLayer, Work, Workload
 from lowp.wire.communicator import Communicator
 from lowp.wire.reductions import reduction_of
@@ -30,7 +30,6 @@ from lowp.wire.settings import Settings
 logger = logging.getLogger("lowp")
 
 LINK_SECONDS, CODEC_SECONDS = 1.0, 0.5
-_UNCOMPRESSED = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # other dtypes: fp32
 MOST_NUMBERS = int(BUCKET_MB * MEGABYTE / 4)  # of a bucket
 
 
@@ -66,10 +65,10 @@ def fastest(
     layer = ModelLayer("numbers", (numbers,), Work(), Work(), 0)
     workload = Workload("numbers", (layer,))
     text = str(settings.codec_at(settings.format, 0))
-    wires = [wire_of(_UNCOMPRESSED.get(dtype, "fp32"))]
+    wires = [wire_of(uncompressed(dtype))]
     wires += [WireChoice(f"{text}@{way}", settings, way, False) for way in reductions_for(cluster.arrange(ranks))]
     steps = predict(workload, cluster, wires, ranks, batch=1).steps
-    options = [PlanOption(wire, BUCKET_MB, step, 0.0, True) for wire, step in zip(wires, steps, strict=True)]
+    options = [PlanOption(wire, BUCKET_MB, step, 0.0, True, wire is wires[0]) for wire, step in zip(wires, steps, strict=True)]
     return chosen_of(options), options[0]
 
 
@@ -87,9 +86,9 @@ def _measured(communicator: Communicator, settings: Settings, device: torch.devi
     return Cluster("this machine", bare, known["links"])
 
 
-def _tell(option: PlanOption, uncompressed: PlanOption, size_in_bytes: int) -> None:
-    plain, ours = 1e3 * uncompressed.step.step, 1e3 * option.step.step
-    size, name = f"{size_in_bytes / 1e6:.3g} MB", uncompressed.wire
+def _tell(option: PlanOption, first: PlanOption, size_in_bytes: int) -> None:
+    plain, ours = 1e3 * first.step.step, 1e3 * option.step.step
+    size, name = f"{size_in_bytes / 1e6:.3g} MB", first.wire
     if option.choice.plain:
         logger.warning(
             "reduction='auto': %s take %.2f ms in %s, nothing is predicted to be %.0f %% faster: compression does not pay on "

@@ -1,6 +1,6 @@
 """`lowp.compress_gradients(ddp, "plan")`: a model that finds out in its first steps how its gradients should travel.
 
-1. For some steps gradients travel in float32, by torch. When each bucket is ready is noted; of the last of these steps, each
+1. For some steps gradients travel uncompressed, by torch. When each bucket is ready is noted; of the last of these steps, each
    rank's own gradients are kept.
 2. At the beginning of the next forward pass, where all ranks are at the same place, links and codecs are measured
    (calibration.py), unless a cluster is given; rank 0 gathers some ranks' gradients, plans with DDP's own buckets
@@ -31,6 +31,7 @@ from lowp.predict.cluster_file import cluster_of
 from lowp.predict.gradients import MOST_NUMBERS, SampleGradients, share_of
 from lowp.predict.planning import MAX_ERROR, WirePlan, plan
 from lowp.predict.probes.model import Stamps
+from lowp.predict.wires import uncompressed_of
 from lowp.predict.workload import ModelLayer, Work, Workload
 from lowp.wire.ddp import Handle, compress_gradients, switch_to, synchronised
 from lowp.wire.report import WireReport
@@ -148,8 +149,9 @@ class PlannedHandle(Handle):
             max_error=self.max_error,
             batch=1,
             buckets=buckets,
-            torchs=("fp32",),
+            torchs=(own := uncompressed_of(self._parameters.values()),),
             gradients=gradients,
+            uncompressed=own,
         )
         step = found.chosen.step
         logger.info("plan: %s, predicted %.1f ms a step (%s)", found.chosen.wire, 1e3 * step.step, found.gradients)

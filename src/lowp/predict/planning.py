@@ -4,15 +4,15 @@
    predicted with the other sizes too; of each, the best size counts, or 25 MB where that is as good.
 2. From the fastest on, the error of each on the model's own gradients is found (gradients.py), until enough are within the
    budget to choose from and to compare with.
-3. The fastest within the budget is chosen. Of those that are as fast but for 1 %, the one with the smallest error. float32 if
-   nothing is 3 % faster: what loses nothing needs no reason.
+3. The fastest within the budget is chosen. Of those that are as fast but for 1 %, the one with the smallest error. Uncompressed
+   gradients if nothing is 3 % faster: what loses nothing needs no reason. They travel in float32, or in a 16-bit model's dtype.
 
 Everything here is a function of its arguments: all ranks that plan from one calibration choose the same.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from lowp.predict.gradients import MOST_RANKS, SampleGradients, gradients_of
 from lowp.predict.prediction import BUCKET_MB as USUAL_BUCKET_MB
 from lowp.predict.prediction import MEGABYTE, PredictedStep, predict
 from lowp.predict.subjects import subject_of
-from lowp.predict.wires import PLAIN, WireChoice, compress_arguments
+from lowp.predict.wires import FP32, PLAIN, WireChoice, compress_arguments
 from lowp.predict.workload import Workload
 
 MAX_ERROR = 0.1  # e4m3fn has .026 on normal numbers, nvfp4 .095, e2m1fn/block:32 .11
-GAIN = 1.03  # by which compression must be faster than float32 to be worth what it loses
+GAIN = 1.03  # by which compression must be faster than uncompressed gradients to be worth what it loses
 SAME = 1.01  # two times that differ by less are the same
 SIZED = 12  # candidates whose sizes of buckets are tried
 COMPARED = 6  # candidates within the budget that are looked at
@@ -45,14 +45,11 @@ class PlanOption:
     step: PredictedStep
     error: float | None = None
     within: bool = False  # the budget
+    uncompressed: bool = False  # in the gradients' own dtype
 
     @property
     def wire(self) -> str:
         return self.choice.text
-
-    @property
-    def in_fp32(self) -> bool:
-        return self.choice.settings.format == "fp32"
 
     def record(self) -> dict[str, Any]:
         return self.step.record() | {"bucket_mb": self.bucket_mb, "error": self.error, "within": self.within}
@@ -84,7 +81,7 @@ class WirePlan:
             own = self.arguments
             given = "".join(f", {key}={_quoted(own[key])}" for key in ("scale", "rounding", "reduction") if key in own)
             lines.append(f'lowp.compress_gradients(ddp, "{own["format"]}"{given})')
-        elif not chosen.in_fp32:
+        elif not chosen.uncompressed:
             lines.append(f"ddp.register_comm_hook(None, default_hooks.{chosen.wire}_compress_hook)")
         return "\n".join(lines)
 
@@ -92,8 +89,8 @@ class WirePlan:
     def recipe(self) -> dict[str, Any] | None:
         """Keys of a recipe's [wire]; None where no recipe can: torch's own 16 bits."""
         bucket = self.chosen.bucket_mb * MEGABYTE / 1e6
-        if self.chosen.in_fp32:
-            return {"format": "fp32", "bucket_mb": bucket}
+        if self.chosen.uncompressed:
+            return {"format": "fp32", "bucket_mb": bucket}  # which is uncompressed in recipes, whatever the dtype
         return None if self.chosen.choice.plain else self.arguments | {"bucket_mb": bucket}
 
     @property
@@ -116,8 +113,9 @@ class WirePlan:
             return f"error {other.error:.3g} is above {self.max_error:g}" if math.isfinite(other.error) else "it overflows"
         if slower > SAME - 1:
             return f"{100 * slower:.0f} % slower" if slower >= 0.1 else f"{100 * slower:.1f} % slower"
-        if self.chosen.in_fp32:
-            return f"only {-100 * slower:.1f} % faster than float32, which loses nothing" if slower < 0 else "not faster"
+        if self.chosen.uncompressed:
+            plain = self.chosen.wire
+            return f"only {-100 * slower:.1f} % faster than {plain}, which loses nothing" if slower < 0 else "not faster"
         return "as fast, with a larger error"
 
     def records(self) -> list[dict[str, Any]]:
@@ -139,6 +137,7 @@ def plan(
     buckets: "Sequence[Sequence[str]] | None" = None,
     torchs: Iterable[str] = PLAIN,
     gradients: SampleGradients | None = None,
+    uncompressed: str = FP32,
 ) -> WirePlan:
     """The fastest way to send a model's gradients, within a budget of error.
 
@@ -153,6 +152,7 @@ def plan(
         bucket_mb: sizes of buckets to try. `buckets`: names of parameters, where they are laid already.
         torchs: which of torch's own dtypes may be chosen: "fp32", "fp16", "bf16".
         gradients: of several ranks, where they are there already.
+        uncompressed: the format in which this model's gradients travel if nobody compresses them: "fp32", "fp16", "bf16".
     """
     if not 0 <= max_error < math.inf:
         raise ValueError(f"max_error: {max_error:g} must be at least 0")
@@ -163,7 +163,8 @@ def plan(
     if batch is None:
         batch = usual_batch(workload.name)
     sizes = _sizes(bucket_mb) if buckets is None else [USUAL_BUCKET_MB]
-    options = _predicted(workload, machine, candidate_wires(arrangement, wires, torchs), ranks, batch, sizes, buckets)
+    candidates = candidate_wires(arrangement, wires, torchs)
+    options = _predicted(workload, machine, candidates, ranks, batch, sizes, buckets, uncompressed)
     if gradients is None:
         if isinstance(model, Workload):
             raise ValueError("gradients: is missing; a Workload computes none")
@@ -192,12 +193,16 @@ def _predicted(
     batch: int,
     sizes: Sequence[float],
     buckets: "Sequence[Sequence[str]] | None",
+    uncompressed: str,
 ) -> list[PlanOption]:
     """Every wire with its best size of buckets, the fastest first. Only what fits the memory, if anything does."""
 
     def at(size: float, some: Sequence[WireChoice]) -> list[PlanOption]:
         steps = predict(workload, cluster, some, ranks, batch=batch, bucket_mb=size, buckets=buckets).steps
-        return [PlanOption(wire, size, step) for wire, step in zip(some, steps, strict=True)]
+        return [
+            PlanOption(wire, size, step, uncompressed=wire.text.partition("@")[0] == uncompressed)
+            for wire, step in zip(some, steps, strict=True)
+        ]
 
     first = USUAL_BUCKET_MB if USUAL_BUCKET_MB in sizes else sizes[0]
     found = {option.wire: [option] for option in sorted(at(first, wires), key=_order)}
@@ -225,17 +230,17 @@ def _best_size(options: Sequence[PlanOption]) -> PlanOption:
 def _with_errors(
     options: Sequence[PlanOption], gradients: SampleGradients, max_error: float, ranks: int, node: int
 ) -> list[PlanOption]:
-    """The errors of the fastest options, until some are within the budget; and of float32, which is always there to take."""
+    """The errors of the fastest options, until some are within the budget; and of uncompressed ones, which are always there."""
     found: list[PlanOption] = []
     enough = 0
     for option in options:
-        if enough >= COMPARED and not option.in_fp32:
+        if enough >= COMPARED and not option.uncompressed:
             found.append(option)
             continue
         error = gradients.error(option.choice, ranks, node)
-        within = error <= max_error
+        within = option.uncompressed or error <= max_error
         enough += within
-        found.append(PlanOption(option.choice, option.bucket_mb, option.step, error, within))
+        found.append(replace(option, error=error, within=within))
     return found
 
 
@@ -247,7 +252,7 @@ def chosen_of(options: Sequence[PlanOption]) -> PlanOption:
         raise ValueError(f"max_error: nothing is within the budget; the smallest error is {least:.3g}")
     fastest = min(option.step.step for option in able)
     for option in able:
-        if option.in_fp32 and option.step.step <= GAIN * fastest:
+        if option.uncompressed and option.step.step <= GAIN * fastest:
             return option
     same = [option for option in able if option.step.step <= SAME * fastest]
     return min(same, key=lambda option: (option.error or 0.0, option.step.step, option.wire))

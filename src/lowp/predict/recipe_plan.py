@@ -24,6 +24,7 @@ from lowp.predict.cluster_file import cluster_of, read_cluster
 from lowp.predict.gradients import MOST_RANKS, SampleGradients, cut
 from lowp.predict.planning import WirePlan, plan
 from lowp.predict.subjects import Subject
+from lowp.predict.wires import uncompressed_of
 from lowp.predict.workload import ModelLayer, Work, Workload
 from lowp.training.launch import is_rank, launch
 from lowp.training.mistakes import RecipeError
@@ -166,17 +167,18 @@ def _plan(recipe: Recipe, cluster: Cluster, device: torch.device, data: Path | N
         gradients = recipe_gradients(recipe, trainer)
         subject = recipe_subject(recipe, trainer)
         shapes = {name: tuple(p.shape) for name, p in subject.parameters.items()}
+        own = uncompressed_of(subject.parameters.values())
         if (times := cluster.device.times.get(name)) is not None:
             workload = measured_workload(name, shapes, times)
         else:
             workload = replace(workload_of(trainer.model, subject.inputs), name=name)
     finally:
         trainer.close()
-    fp32 = ("fp32",) if recipe.shares == 2 else ("fp32", "fp32@two_shot")  # what recipes do: torch's own for two ranks
+    plain = own if recipe.shares == 2 else f"{own}@two_shot"  # what recipes do: torch's own for two ranks
     try:
         return plan(
             workload, cluster, recipe.shares, max_error=recipe.wire.max_error, batch=max(1, recipe.batch // recipe.shares),
-            gradients=gradients, torchs=fp32[-1:],
+            gradients=gradients, torchs=(plain,), uncompressed=own,
         )  # fmt: skip
     except ValueError as error:
         raise RecipeError(f"wire.{error}") from None

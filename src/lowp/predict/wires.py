@@ -10,9 +10,13 @@
 another is named). `hierarchical` without a number takes the cluster's nodes.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lowp.formats import Rounding
 from lowp.predict.topologies import topology_of
@@ -24,6 +28,7 @@ from lowp.wire.settings import Settings
 
 PLAIN = ("fp32", "fp16", "bf16")  # formats that torch reduces in
 FP32, HOOK, COMPRESSED = KINDS = ("fp32", "hook", "compressed")
+_OWN = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # other dtypes: fp32
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,19 @@ def compress_arguments(wire: str) -> dict[str, Any]:
         raise ValueError(f"wire: it is written FORMAT[/SCALE][@REDUCTION], say e5m2/aps or fp32@ring, not {wire!r}")
     what, at, reduction = wire.partition("@")
     return _arguments(what.strip()) | ({"reduction": reduction.strip()} if at else {})
+
+
+def uncompressed(dtype: torch.dtype) -> str:
+    """How gradients of a dtype travel where nobody compresses them."""
+    return _OWN.get(dtype, FP32)
+
+
+def uncompressed_of(parameters: Iterable[Tensor]) -> str:
+    """The same for a model: by the dtype that most of its numbers have."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        counts[parameter.dtype] += parameter.numel()
+    return uncompressed(counts.most_common(1)[0][0]) if counts else FP32
 
 
 def wires_of(wires: "str | Mapping[str, Any] | WireChoice | Iterable[Any]") -> tuple[WireChoice, ...]:

@@ -123,7 +123,7 @@ def bytes_of_bucket(
 
 
 @dataclass(frozen=True)
-class Parcel:
+class CountedMessage:
     """A message to or from another rank: so many shards, as they are at one stage of their way."""
 
     peer: int
@@ -140,8 +140,8 @@ class Wait:
     """
 
     work: tuple[tuple[str, Stage, int], ...]
-    sent: tuple[Parcel, ...] = ()
-    received: tuple[Parcel, ...] = ()
+    sent: tuple[CountedMessage, ...] = ()
+    received: tuple[CountedMessage, ...] = ()
     gathers: bool = False
 
 
@@ -153,9 +153,9 @@ _STEP = 16  # bytes; rows of messages begin at multiples of it
 _STAGES = {_STEP * mark: stage for stage, mark in _MARKS.items()}
 
 
-def _parcel(peer: int, length: int) -> Parcel:
+def _counted_message(peer: int, length: int) -> CountedMessage:
     shards, scale_bytes = divmod(length, 4 * _NUMBERS)
-    return Parcel(peer, _STAGES[scale_bytes // shards], shards)
+    return CountedMessage(peer, _STAGES[scale_bytes // shards], shards)
 
 
 class RoundsLink(CountingLink):
@@ -163,19 +163,19 @@ class RoundsLink(CountingLink):
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, world)
-        self.sent: list[Parcel] = []
-        self.received: list[Parcel] = []
+        self.sent: list[CountedMessage] = []
+        self.received: list[CountedMessage] = []
         self.gathers = False
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Any]:
-        self.sent += [_parcel(peer, message.numel()) for peer, message in sends.items() if peer != self.rank]
-        self.received += [_parcel(peer, message.numel()) for peer, message in receives.items() if peer != self.rank]
+        self.sent += [_counted_message(peer, message.numel()) for peer, message in sends.items() if peer != self.rank]
+        self.received += [_counted_message(peer, message.numel()) for peer, message in receives.items() if peer != self.rank]
         return super().exchange(sends, receives)
 
     def share(self, messages: Tensor, lengths: Sequence[int]) -> list[Any]:
         others = [peer for peer in range(self.world) if peer != self.rank]
-        self.sent += [_parcel(peer, lengths[self.rank]) for peer in others]
-        self.received += [_parcel(peer, lengths[peer]) for peer in others]
+        self.sent += [_counted_message(peer, lengths[self.rank]) for peer in others]
+        self.received += [_counted_message(peer, lengths[peer]) for peer in others]
         self.gathers = True
         return super().share(messages, lengths)
 
@@ -232,7 +232,7 @@ class MarkedJob(LengthJob):
 
     def finish(self, totals: Rooms) -> None:
         length = max(totals.lengths)
-        self.work["decode", _parcel(0, length).stage] += len(totals.lengths)
+        self.work["decode", _counted_message(0, length).stage] += len(totals.lengths)
 
     def finish_sum(self, received: Tensor, actors: Iterable[int]) -> None:
         self.work["add", Stage.ADDEND] += len(received)
