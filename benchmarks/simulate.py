@@ -334,6 +334,8 @@ def main() -> None:
         for case in cases_for(options.device, options.quick)
         if re.search(options.only or "", case.name) and options.dtype in (None, _short(case.dtype))
     ]
+    if not cases:
+        sys.exit(f"--only {options.only!r}, --dtype {options.dtype}: no case is called so; there are resnet18 and gpt")
     facts = facts_of(options.device)
     built = build_eager_kernels(options.device, {case.dtype for case in cases})
     facts["kernels of eager quantizers"] = f"built before, in {built:.1f} s"
