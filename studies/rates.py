@@ -2,7 +2,7 @@
 
     python -m studies.rates RUNS STUDY.toml        RUNS: what `lowp ablate` made of the rates; STUDY.toml gets the best ones
 
-A setting's optimizer is the first word of its name; every `optimizer.lr=` of the study's settings of that optimizer is replaced.
+A setting's optimizer is the first word of its name; its `optimizer.lr=` is replaced in all settings.
 """
 
 import re

@@ -109,6 +109,6 @@ def test_the_table_of_readme_stands_between_its_markers() -> None:
 def test_rates_go_to_the_settings_of_their_optimizer() -> None:
     from studies.rates import with_rates
 
-    text = '"SGD" = ["optimizer.lr=3.2"]\n"LARS, pure FP16" = ["optimizer.name=lars", "optimizer.lr=1.6", "precision.audit=true"]\n'
+    text = '"SGD" = ["optimizer.lr=3.2"]\n"LARS, pure FP16" = ["optimizer.name=lars", "optimizer.lr=1.6"]\n'
     rated = with_rates(text, {"SGD": "0.8", "LARS": "0.4"})
     assert rated == text.replace("3.2", "0.8").replace("1.6", "0.4")
