@@ -104,3 +104,11 @@ def test_the_table_of_readme_stands_between_its_markers() -> None:
     assert "former" not in text
     assert with_evidence(text, found) == text
     assert with_evidence("no markers", found) == "no markers"
+
+
+def test_rates_go_to_the_settings_of_their_optimizer() -> None:
+    from studies.rates import with_rates
+
+    text = '"SGD" = ["optimizer.lr=3.2"]\n"LARS, pure FP16" = ["optimizer.name=lars", "optimizer.lr=1.6"]\n'
+    rated = with_rates(text, {"SGD": "0.8", "LARS": "0.4"})
+    assert rated == text.replace("3.2", "0.8").replace("1.6", "0.4")
