@@ -141,21 +141,21 @@ def test_kernels_of_codebooks_at_their_borders(name, dtype):
 
 
 def test_functions_of_flat_tensors():
-    """Numbers of several dtypes, a shift (on the host, or on the device), a factor and a table."""
+    """Numbers of several dtypes, a shift (on the host, or on the device) and a table."""
 
-    def function(codes, x, numbers, scalars, tables):
+    def function(codes, x, numbers, tables):
         found = tables[0][(codes.to(torch.int32) + numbers[0]) & 0xF]
-        return (x.to(torch.float32) * scalars[0]) + found
+        return x.to(torch.float32) + found
 
     codes = torch.randint(0, 256, (ROW + 1003,), dtype=torch.uint8)
-    x, shift, factor = numbers(ROW + 1003, torch.bfloat16), torch.tensor([3], dtype=torch.int32), torch.tensor([0.3])
+    x, shift = numbers(ROW + 1003, torch.bfloat16), torch.tensor([3], dtype=torch.int32)
     table = torch.randn(16)
-    run = flat_triton.build(function, [torch.uint8, torch.bfloat16], torch.float32, 1, 1, [table.cuda()])
+    run = flat_triton.build(function, [torch.uint8, torch.bfloat16], torch.float32, 1, [table.cuda()])
     for start in (0, 1):
-        want = function(codes[start:], x[start:], shift, factor, [table])
+        want = function(codes[start:], x[start:], shift, [table])
         for own in (shift, shift.cuda()):
             out = torch.empty(ROW + 1003 - start, device="cuda")
-            run([codes[start:].cuda(), x[start:].cuda()], out, own, factor.cuda(), [table.cuda()])
+            run([codes[start:].cuda(), x[start:].cuda()], out, own, [table.cuda()])
             assert_same(out, want)
 
 

@@ -47,9 +47,9 @@ class Pretended:
             def __init__(self, operation, device):
                 self._operation = operation
 
-            def __call__(self, stored, tables, key, factor, out):
+            def __call__(self, stored, tables, key, out):
                 outer.called.add(self._operation)
-                out.copy_(self._operation(stored, tables, key, *([] if factor is None else [factor])))
+                out.copy_(self._operation(stored, tables, key))
 
         def of_parts(function, device):
             def call(source, target, table, *_, **__):

@@ -273,7 +273,6 @@ class Encode(_Rounder):
     """
 
     nan_to: str
-    scaled: bool = False  # are numbers multiplied by a factor first, in their own dtype?
     by_words: bool = False  # is `codes` given noise of 16 bits?
 
     @cached_property
@@ -323,9 +322,7 @@ class Encode(_Rounder):
         """Which numbers are NaN, of stored bits."""
         return (self.own.bits(stored) & self.own.magnitude) > self.own.infinity
 
-    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
-        if factor is not None:
-            stored = (stored.view(self.dtype) * factor).view(self.own.storage)
+    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
         if self.wide_grid is not None and grids.in_vectors(stored):
             bits, noise = self._widened(stored, key)
             return grids.encode(bits, self.wide_grid, noise, self.nan_to).to(self.storage)
@@ -363,7 +360,6 @@ class Decode:
 
     fmt: Format
     dtype: torch.dtype
-    scaled: bool = False  # are numbers multiplied by a factor, in `dtype`?
     finite: bool = False  # does it not matter what the codes of infinities and of NaN become?
     any_nan: bool = False  # does it not matter which NaN comes out?
 
@@ -387,13 +383,11 @@ class Decode:
     def tables(self) -> tuple[Table, ...]:
         return () if self.grid is not None else (_code_table(self.fmt, self.dtype),)
 
-    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
+    def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
         if self.grid is None:
-            result = tables[0][stored.to(torch.int32) & ((1 << self.fmt.bits) - 1)]
-        else:
-            bits = grids.decode(stored.to(self.carrier.compute), self.grid, self.finite, self.any_nan)
-            result = self.target.store(convert(bits, self.carrier, self.target))
-        return result if factor is None else (result.view(self.dtype) * factor).view(self.target.storage)
+            return tables[0][stored.to(torch.int32) & ((1 << self.fmt.bits) - 1)]
+        bits = grids.decode(stored.to(self.carrier.compute), self.grid, self.finite, self.any_nan)
+        return self.target.store(convert(bits, self.carrier, self.target))
 
 
 Operation = Quantize | Encode | Decode
@@ -412,13 +406,11 @@ def quantize_operation(fmt: Format, dtype: torch.dtype, rounding: str, saturate:
 
 @lru_cache(maxsize=4096)
 def encode_operation(
-    fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, nan_to: str, scaled: bool = False, by_words: bool = False
+    fmt: Format, dtype: torch.dtype, rounding: str, saturate: bool, nan_to: str, by_words: bool = False
 ) -> Encode:
-    return Encode(fmt, dtype, Rounding(rounding), saturate, nan_to, scaled, by_words)
+    return Encode(fmt, dtype, Rounding(rounding), saturate, nan_to, by_words)
 
 
 @lru_cache(maxsize=4096)
-def decode_operation(
-    fmt: Format, dtype: torch.dtype, scaled: bool = False, finite: bool = False, any_nan: bool = False
-) -> Decode:
-    return Decode(fmt, dtype, scaled, finite, any_nan)
+def decode_operation(fmt: Format, dtype: torch.dtype, finite: bool = False, any_nan: bool = False) -> Decode:
+    return Decode(fmt, dtype, finite, any_nan)

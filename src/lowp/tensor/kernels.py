@@ -117,11 +117,9 @@ def run(
     noise: Noise | None,
     out: Tensor,
     check: Callable[[int, int], None] | None = None,
-    factor: Tensor | None = None,
 ) -> None:
     """Apply an operation to flat, contiguous integer tensors of the same length (`out` may be the input itself).
 
-    `factor`, one number in the tensor's dtype, is for operations that scale.
     `check(start, stop)` raises where the operation refuses what is in a piece. Kernels on a CPU find that out as they go (they
     return 1); otherwise it is called on each piece before it is worked on.
     """
@@ -139,10 +137,8 @@ def run(
         home = stored.device if kernel is None or noise is None else noise.home(stored.device)
         key = None if noise is None else key_tensor(noise, start, home)
         if kernel is not None:
-            if kernel(source, tables, key, factor, target) and check is not None:
+            if kernel(source, tables, key, target) and check is not None:
                 check(start, stop)
-        elif factor is not None:
-            target.copy_(operation(source, tables, key, factor))  # type: ignore[call-arg]  # it scales
         else:
             target.copy_(operation(source, tables, key))
 
@@ -187,7 +183,7 @@ def _run_flat(kernel: "_CppKernel", x: Tensor, out: Any, count: int, numbers: tu
         if not apart and (source != target or out.dtype is not x.dtype):
             return None
     if numbers is None:
-        refused = kernel.run(x.data_ptr(), target, None, None, *kernel.tables, count, _threads())
+        refused = kernel.run(x.data_ptr(), target, None, *kernel.tables, count, _threads())
     else:
         refused = kernel.run_drawn(x.data_ptr(), target, *numbers, *kernel.tables, count, _threads())
     if refused:
@@ -315,7 +311,7 @@ def round_into(x: Tensor, format: str, rounding: str, out: Tensor, saturate: boo
     operation = _quantizer(format, rounding, saturate, x.dtype)
     kernel = get_or_build(operation, _CPU, SMALL, _build)  # whatever the size: a graph calls it in every step
     if kernel is not None:
-        kernel(x, tables_on(operation, _CPU), None, None, out)
+        kernel(x, tables_on(operation, _CPU), None, out)
     else:
         storage = operation.own.storage
         run(operation, flat_memory(x, storage), None, flat_memory(out, storage))
@@ -333,12 +329,9 @@ class _CppKernel:
 
     def __init__(self, operation: Operation) -> None:
         refuses = isinstance(operation, Encode) and operation.refuses_nan
-        scaled = not isinstance(operation, Quantize) and operation.scaled
 
-        def function(stored: Tensor, numbers: Tensor, scalars: Tensor, tables: tuple[Tensor, ...]) -> list[Tensor]:
-            key = numbers if operation.stochastic else None
-            factor = [scalars[0]] if scaled else []
-            result = operation(stored, tables, key, *factor)
+        def function(stored: Tensor, numbers: Tensor, tables: tuple[Tensor, ...]) -> list[Tensor]:
+            result = operation(stored, tables, numbers if operation.stochastic else None)
             return [result, operation.is_nan(stored)] if refuses else [result]  # type: ignore[union-attr]  # it encodes
 
         from lowp.tensor.lists import flat  # what compiles is loaded when something is compiled
@@ -349,7 +342,7 @@ class _CppKernel:
         exact = isinstance(operation, Quantize)
         self._tables = tables_on(operation, _CPU)  # kept: the kernel knows their addresses
         words = range(KEY_SIZE - 1) if keys else ()  # of a key; its last number is an index
-        self._call = flat.build(function, [source], target, keys, int(scaled), self._tables, exact, words)
+        self._call = flat.build(function, [source], target, keys, self._tables, exact, words)
         self.run, self.run_drawn = self._call.run, self._call.run_drawn
         self.tables = [table.data_ptr() for table in self._tables]
         # of the result, as users see it
@@ -359,23 +352,18 @@ class _CppKernel:
             else (operation.out_dtype if isinstance(operation, Quantize) else code_dtype(operation.fmt))
         )
 
-    def __call__(
-        self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, factor: Tensor | None, out: Tensor
-    ) -> int:
-        return self._call([stored], out, key, factor, tables)
+    def __call__(self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, out: Tensor) -> int:
+        return self._call([stored], out, key, tables)
 
 
 class _TritonKernel:
     """One operation on CUDA, for any number of elements."""
 
     def __init__(self, operation: Operation, device: torch.device) -> None:
-        scaled = not isinstance(operation, Quantize) and operation.scaled
-
         shortest = _in_float32(operation)
 
-        def function(stored: Tensor, numbers: Tensor, scalars: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
-            factor = [scalars[0]] if scaled else []
-            return shortest(stored, tables, numbers if operation.stochastic else None, *factor)
+        def function(stored: Tensor, numbers: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+            return shortest(stored, tables, numbers if operation.stochastic else None)
 
         from lowp.tensor.lists import flat_triton  # what compiles is loaded when something is compiled
 
@@ -383,12 +371,10 @@ class _TritonKernel:
         keys = KEY_SIZE if operation.stochastic else 0
         exact = isinstance(operation, Quantize)  # as in _CppKernel
         with torch.cuda.device(device):
-            self._run = flat_triton.build(function, [source], target, keys, int(scaled), tables_on(operation, device), exact)
+            self._run = flat_triton.build(function, [source], target, keys, tables_on(operation, device), exact)
 
-    def __call__(
-        self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, factor: Tensor | None, out: Tensor
-    ) -> None:
-        self._run([stored], out, key, factor, tables)
+    def __call__(self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, out: Tensor) -> None:
+        self._run([stored], out, key, tables)
 
 
 def _in_float32(operation: Operation) -> Callable[..., Tensor]:
@@ -402,7 +388,7 @@ def _in_float32(operation: Operation) -> Callable[..., Tensor]:
     how = operation.mode.value, operation.saturate
     if isinstance(operation, Encode):
         codes = encode_operation(operation.fmt, torch.float32, *how, operation.nan_to)
-        return operation if operation.scaled else lambda stored, tables, key: codes(stored.to(torch.int32) << 16, tables, key)
+        return lambda stored, tables, key: codes(stored.to(torch.int32) << 16, tables, key)
     if operation.float_grid is not None or operation.out_dtype != torch.bfloat16:
         return operation
     rounded = quantize_operation(operation.fmt, torch.float32, *how, torch.float32)
@@ -438,7 +424,7 @@ class Elementwise:
         else:
             kernel = get_or_build(self, device, out[0].numel(), _build_elementwise) if self.long else None
         if kernel is not None:
-            kernel(tensors, out, numbers, None, ())
+            kernel(tensors, out, numbers, ())
             return
         for room, found in zip(out, self.function(*tensors, *([numbers] if self.numbers else [])), strict=True):
             room.copy_(found)
@@ -446,21 +432,21 @@ class Elementwise:
 
 def _build_elementwise(what: Elementwise, device: torch.device) -> Any:
     def function(*arguments: Any) -> Sequence[Tensor]:
-        *tensors, numbers, _, _ = arguments
+        *tensors, numbers, _ = arguments
         return what.function(*tensors, *([numbers] if what.numbers else []))
 
     if device.type == "cpu":
         from lowp.tensor.lists import flat
 
-        run = flat.build(function, what.arguments, what.results[0], what.numbers, 0, ()).run
+        run = flat.build(function, what.arguments, what.results[0], what.numbers, ()).run
         key = ctypes.c_int32 * what.numbers
 
         def call(tensors: Sequence[Tensor], out: Sequence[Tensor], numbers: Sequence[int], *_: Any) -> None:
-            run(*(x.data_ptr() for x in (*tensors, *out)), key(*numbers), None, out[0].numel(), _threads())
+            run(*(x.data_ptr() for x in (*tensors, *out)), key(*numbers), out[0].numel(), _threads())
 
         return call
 
     from lowp.tensor.lists import flat_triton
 
     with torch.cuda.device(device):
-        return flat_triton.build(function, what.arguments, what.results, what.numbers, 0, ())
+        return flat_triton.build(function, what.arguments, what.results, what.numbers, ())

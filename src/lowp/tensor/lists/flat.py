@@ -1,4 +1,4 @@
-"""A traced function of flat tensors as one C++ loop: `out = function(*sized, numbers, scalars, tables)`.
+"""A traced function of flat tensors as one C++ loop: `out = function(*sized, numbers, tables)`.
 
 A function that gives a list of two returns truth values besides: the loop returns 1 if any of them is true.
 
@@ -32,7 +32,6 @@ def build(
     sized: Sequence[torch.dtype],
     out: torch.dtype,
     numbers: int,
-    scalars: int,
     tables: Sequence[Tensor],
     exact_products: bool = False,
     words: Collection[int] = (),
@@ -43,20 +42,29 @@ def build(
     numbers that have 16 bits (`in_words`): those of a key of noise.
     """
 
-    def results(*arguments: Any) -> Sequence[Tensor]:
-        found = function(*arguments)
-        return [found] if isinstance(found, Tensor) else found
-
-    program = trace(results, [Element(dtype) for dtype in sized], numbers, scalars, list(tables), _CPU)
+    program = traced(function, sized, numbers, tables, _CPU)
     assert program.results[0].dtype == out, (program.results[0].dtype, out)
     program = fused(program) if exact_products else program
     text = _source(in_words(program, words) if words else program, sized, out, tables, bool(words))
     address, number = ctypes.c_void_p, ctypes.c_long
-    run = cpp.build_parallel(text, [address] * (len(sized) + 3 + len(tables)) + [number] * 2)
+    run = cpp.build_parallel(text, [address] * (len(sized) + 2 + len(tables)) + [number] * 2)
     if not words:
         return _CppFlatKernel(run, None)
     with_numbers = [address] * (len(sized) + 1) + [number] * 5 + [address] * len(tables) + [number] * 2
     return _CppFlatKernel(run, cpp.build_parallel(text, with_numbers, "run_drawn"))
+
+
+def traced(
+    function: Function, sized: Sequence[torch.dtype], numbers: int, tables: Sequence[Tensor], device: torch.device
+) -> Program:
+    """The function's operations, on a device."""
+
+    def results(*arguments: Any) -> Sequence[Tensor]:
+        *tensors, own, _, looked_up = arguments
+        found = function(*tensors, own, looked_up)
+        return [found] if isinstance(found, Tensor) else found
+
+    return trace(results, [Element(dtype) for dtype in sized], numbers, 0, list(tables), device)
 
 
 class _CppFlatKernel:
@@ -68,15 +76,12 @@ class _CppFlatKernel:
             if function is not None:
                 function.restype = ctypes.c_int
 
-    def __call__(
-        self, sized: Sequence[Tensor], out: Tensor, numbers: Tensor | None, scalars: Tensor | None, tables: Sequence[Tensor]
-    ) -> int:
+    def __call__(self, sized: Sequence[Tensor], out: Tensor, numbers: Tensor | None, tables: Sequence[Tensor]) -> int:
         """All flat, on the CPU, `sized` and `out` of one length."""
         return self.run(
             *[x.data_ptr() for x in sized],
             out.data_ptr(),
             None if numbers is None else numbers.data_ptr(),
-            None if scalars is None else scalars.data_ptr(),
             *[table.data_ptr() for table in tables],
             out.numel(),
             torch.get_num_threads(),
@@ -158,7 +163,7 @@ def _source(
     words = drawn.parameters if drawn else ""
     indexed = any(s.operation == "index" for s in program.statements)
     lines = [
-        f'extern "C" int run({inputs}{SCALARS[out]}* target, const int32_t* numbers, const float* scalars, {looked_up}'
+        f'extern "C" int run({inputs}{SCALARS[out]}* target, const int32_t* numbers, {looked_up}'
         "long count, long threads) {",
         "    const auto stretch = [=](const long first, const long last) {",
         "        const Subnormals subnormals;",
@@ -170,7 +175,6 @@ def _source(
             f"        const {kind} {v.name} = splat<{kind}>(numbers[{place}]);"
             for place, v, kind in drawing.typed_numbers(program, drawn)
         ),
-        *(f"        const f32 {v.name} = splat<f32>(scalars[{place}]);" for place, v in program.scalars.items()),
         *(f"        HOLD({number}, {count})" for number, count in printer.held.items()),
         "        i32 noticed = {};",
         f"        const auto body = [&](long e, long count{words}) __attribute__((always_inline)) {{",
@@ -203,7 +207,7 @@ def _source(
             f"long offset, {looked_up}long count, long threads) {{",
             f"    int32_t key[{KEY_SIZE}];",
             "    single::make_key(begun, seed, step, stream, offset, key);",
-            f"    return run({given}target, key, nullptr, {''.join(f'table{i}, ' for i in range(len(tables)))}count, threads);",
+            f"    return run({given}target, key, {''.join(f'table{i}, ' for i in range(len(tables)))}count, threads);",
             "}",
         ]
     wide = any(s.result.dtype.itemsize == 8 for s in program.statements)

@@ -1,5 +1,5 @@
-"""A traced function of flat tensors as one Triton kernel: `out = function(*sized, numbers, scalars, tables)`, in one launch.
-A function may have several results, each with its own tensor.
+"""A traced function of flat tensors as one Triton kernel: `out = function(*sized, numbers, tables)`, in one launch. A
+function may have several results, each with its own tensor.
 
 The CUDA counterpart of flat.py. A program works on TILE elements. The text has the function twice: without masks for a full
 tile, so that memory is read and written 16 bytes at a time, and with masks for the last tile. Two kernels are made of it: one
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.lists import triton
-from lowp.tensor.lists.tracing import Element, Program, fused, trace
+from lowp.tensor.lists.flat import Function, traced
+from lowp.tensor.lists.tracing import Program, fused
 
 TILE = 1024  # elements of a program
 WARPS = 4
@@ -24,23 +25,17 @@ MOST = 1 << 30  # elements of a launch: 32-bit indices
 
 
 def build(
-    function: Callable[..., Tensor | Sequence[Tensor]],
+    function: Function,
     sized: Sequence[torch.dtype],
     out: torch.dtype | Sequence[torch.dtype],
     numbers: int,
-    scalars: int,
     tables: Sequence[Tensor],
     exact_products: bool = False,
 ) -> Callable[..., None]:
     """Compile a function for the device of the current stream. Arguments and result are those of `flat.build`."""
     device = torch.device("cuda", torch.cuda.current_device())
-
-    def results(*arguments: Any) -> Sequence[Tensor]:
-        found = function(*arguments)
-        return [found] if isinstance(found, Tensor) else found
-
     outs = [out] if isinstance(out, torch.dtype) else list(out)
-    program = trace(results, [Element(dtype) for dtype in sized], numbers, scalars, list(tables), device)
+    program = traced(function, sized, numbers, tables, device)
     assert [result.dtype for result in program.results] == outs, (program.results, outs)
     return _TritonFlatKernel(
         fused(program) if exact_products else program, [*sized, *outs], [table.dtype for table in tables], device
@@ -60,7 +55,7 @@ class _TritonFlatKernel:
         if found is not None:
             return found
         numbers: list[Any] = [1] * len(self._program.numbers) if on_host else [torch.int32]
-        small = [*(numbers if self._program.numbers else []), *([torch.float32] if self._program.scalars else [])]
+        small = numbers if self._program.numbers else []
         text = source(self._program, self._sized, len(self._tables), aligned, on_host)
         with torch.cuda.device(self._device):
             examples = [*self._sized, *small, *self._tables, 1]
@@ -73,7 +68,6 @@ class _TritonFlatKernel:
         sized: Sequence[Tensor],
         out: Tensor | Sequence[Tensor],
         numbers: Tensor | Sequence[int] | None,
-        scalars: Tensor | None,
         tables: Sequence[Tensor],
     ) -> None:
         """All flat, `sized` and `out` of one length, on the device; `numbers` there or on the host."""
@@ -84,7 +78,7 @@ class _TritonFlatKernel:
         if count > MOST:  # (Functions that count elements are called with fewer: kernels.py cuts where noise changes its key.)
             for start in range(0, count, MOST):
                 part = slice(start, start + MOST)
-                self([x[part] for x in sized], [x[part] for x in outs], numbers, scalars, tables)
+                self([x[part] for x in sized], [x[part] for x in outs], numbers, tables)
             return
         arguments = [x.data_ptr() for x in (*sized, *outs)]
         aligned, on_host = not any(address % 16 for address in arguments), True
@@ -96,9 +90,6 @@ class _TritonFlatKernel:
             else:
                 values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
                 arguments += [values[place] for place in self._program.numbers]
-        if self._program.scalars:
-            assert scalars is not None
-            arguments.append(scalars.data_ptr())
         launch = self._get(aligned, on_host)[-(-count // TILE), 1, 1]
         arguments += [table.data_ptr() for table in tables]
         if torch.cuda.current_device() == self._device.index:
@@ -114,7 +105,7 @@ def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned:
     Triton assumes that a pointer is a multiple of 16 if it specialises on it and the example is one, as `warmup`'s are.
     """
     long, numbers = [f"p{i}" for i in range(len(sized))], [value.name for value in program.numbers.values()]
-    small = [*(numbers if on_host or not numbers else ["numbers"]), *(["scalars"] if program.scalars else [])]
+    small = numbers if on_host or not numbers else ["numbers"]
     names = [*long, *small, *(f"table{i}" for i in range(tables)), "count"]
     inputs = len(sized) - len(program.results)
     lines = [
@@ -125,7 +116,6 @@ def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned:
         f"    index = begin + tl.arange(0, {TILE})",
         "    inside = index < count",
         *(f"    {value.name} = tl.load(numbers + {place})" for place, value in program.numbers.items() if not on_host),
-        *(f"    {value.name} = tl.load(scalars + {place})" for place, value in program.scalars.items()),
     ]
     for head, read, write in (
         (f"    if begin + {TILE} <= count:", "", ""),
