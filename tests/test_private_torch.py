@@ -1,9 +1,11 @@
 """Private interfaces of torch stand in `lowp/compat.py` alone, where each says what it is for and what happens without it."""
 
 import ast
+import inspect
 import math
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,6 @@ from lowp import compat
 
 SOURCE = Path(__file__).parents[1] / "src/lowp"
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
-# Private attributes of objects of torch's that are used where they are: what every subclass of these classes works with.
-OF_MODULES = {"_parameters", "_buffers", "_modules", "_forward_pre_hooks"}  # nn.Module
-OF_RECURRENT = {"_flat_weights_names", "_init_flat_weights"}  # nn.RNNBase
-OF_AGENTS = {"_pcontext"}  # LocalElasticAgent
 OF_PYTHON = {"_replace", "_getframe", "_current_frames", "_exit"}  # named tuples, sys, os
 
 
@@ -49,6 +47,10 @@ def private_uses(text: str) -> Iterator[str]:
                     yield f"line {node.lineno}: {node.module}.{each.name}"
     for node in ast.walk(tree):
         names = dotted(node) if isinstance(node, ast.Attribute) else []
+        if isinstance(node, ast.Call) and dotted(node.func) in (["getattr"], ["hasattr"], ["setattr"]):
+            name = str(getattr(node.args[1], "value", ""))
+            if is_private(name) and not name.startswith("_lowp_"):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
         if isinstance(node, ast.Constant) and re.fullmatch(r"torch\.[\w.]*\b_[\w.]+", str(node.value)):
             yield f"line {node.lineno}: {node.value!r}"
         if names and names[0] in of_torch and is_private(names[-1]) and not any(map(is_private, names[:-1])):
@@ -75,7 +77,7 @@ def test_private_attributes_are_our_own():
     """`x._name` of objects whose class is not known here: a private name that nobody in lowp defines is somebody else's."""
     trees = {file: ast.parse((SOURCE / file).read_text()) for file in FILES}
     own = {name for tree in trees.values() for name in own_names(tree)} | {"_lowp_layer"}
-    known = own | OF_MODULES | OF_RECURRENT | OF_AGENTS | OF_PYTHON
+    known = own.union(OF_PYTHON, *compat.OF_SUBCLASSES.values())
     foreign = [
         f"{file}, line {node.lineno}: {ast.unparse(node)}"
         for file, tree in trees.items()
@@ -84,6 +86,32 @@ def test_private_attributes_are_our_own():
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in known
     ]
     assert foreign == []
+
+
+def overrides(module) -> Iterator[tuple[type, str]]:
+    """The private names that a class of a module shares with a class of torch that it is made from."""
+    for own in vars(module).values():
+        if inspect.isclass(own) and own.__module__ == module.__name__:
+            for name in filter(is_private, vars(own)):
+                for base in own.__mro__[1:]:
+                    if base.__module__.partition(".")[0] == "torch" and name in vars(base):
+                        yield base, name
+
+
+def test_overridden_methods_of_torch_are_listed():
+    found = set()
+    for package in ("tensor", "wire", "optim", "simulation", "health", "training"):
+        for file in sorted((SOURCE / package).rglob("*.py")):
+            try:
+                module = import_module(".".join(("lowp", *file.relative_to(SOURCE).with_suffix("").parts)))
+            except ModuleNotFoundError as error:
+                assert error.name == "triton"  # noqa: PT017  # which need not be installed
+                continue
+            found |= {(base.__name__, name) for base, name in overrides(module)}
+    made_by_torch = {"_backward_cls", "_abc_impl"}  # of every subclass
+    ours = {(base, name) for base, name in found if name not in made_by_torch}
+    assert ("TorchDispatchMode", "_should_skip_dynamo") in ours
+    assert {name for _, name in ours} <= set().union(*compat.OF_SUBCLASSES.values())
 
 
 def test_what_torch_lacks_is_named(monkeypatch):
@@ -114,9 +142,10 @@ from torch.autograd import _get_sequence_nr
 torch._C._len_torch_dispatch_stack()
 Tensor._make_subclass
 torch.__version__, self._own, torch.nn.Module, "torch._C._nn"
+getattr(tensor, "_cdata", None)
 """
     found = {use.split(": ")[1] for use in private_uses(text)}
     assert found == {
         "torch._dynamo", "torch.utils._pytree.tree_map", "torch.autograd._get_sequence_nr", "torch._C",
-        "Tensor._make_subclass", "'torch._C._nn'",
+        "Tensor._make_subclass", "'torch._C._nn'", "getattr(tensor, '_cdata', None)",
     }  # fmt: skip

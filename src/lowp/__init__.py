@@ -76,8 +76,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of _LATER
     from lowp.wire.collectives import all_reduce as all_reduce
     from lowp.wire.compressor import Compressor as Compressor
     from lowp.wire.ddp import compress_gradients as compress_gradients
-    from lowp.wire.errors import ReplicasDiffer as ReplicasDiffer
     from lowp.wire.faults import CollectiveError as CollectiveError
+    from lowp.wire.replicas import ReplicasDiffer as ReplicasDiffer
     from lowp.wire.replicas import check_replicas as check_replicas
     from lowp.wire.virtual import VirtualWorld as VirtualWorld
 
@@ -126,9 +126,8 @@ _MODULES = {  # where a name is to be found; without names: the module itself
     "lowp.wire.collectives": ("all_reduce",),
     "lowp.wire.compressor": ("Compressor",),
     "lowp.wire.ddp": ("compress_gradients",),
-    "lowp.wire.errors": ("ReplicasDiffer",),
     "lowp.wire.faults": ("CollectiveError",),
-    "lowp.wire.replicas": ("check_replicas",),
+    "lowp.wire.replicas": ("ReplicasDiffer", "check_replicas"),
     "lowp.wire.virtual": ("VirtualWorld",),
 }
 _LATER = {name: module for module, names in _MODULES.items() for name in names or (module.rpartition(".")[2],)}

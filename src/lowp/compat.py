@@ -1,4 +1,5 @@
-"""Every private interface of torch that lowp uses, and nothing else. No other module of lowp names one (a test looks).
+"""Every private interface of torch that lowp uses, and nothing else. No other module of lowp names one (a test looks), except
+methods and attributes of torch's classes that our subclasses of these work with: `OF_SUBCLASSES` lists them.
 
 All were seen in torch 2.11 and in 2.13. Each entry says what it is for, and what happens in a torch without it. There are three
 cases:
@@ -80,6 +81,21 @@ try:
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 except ImportError as error:
     raise ImportError(f"lowp knows torch {SEEN}; torch {torch.__version__} lacks what it needs: {error}") from error
+
+
+# Private attributes of torch's classes that subclasses, or code that rebuilds such objects, read or override where they are.
+OF_SUBCLASSES = {
+    # The dictionaries of a module, as its own methods use them. Needed: simulate, step graphs and audits of modules.
+    "torch.nn.Module": {"_parameters", "_buffers", "_modules", "_forward_pre_hooks"},
+    # Names of a recurrent module's weights, and the list of them made anew. Needed there: simulate of recurrent modules.
+    "torch.nn.RNNBase": {"_flat_weights_names", "_init_flat_weights"},
+    # Starting, watching and ending of ranks, and their processes. Needed there: `lowp train --ranks`, `lowp calibrate --ranks`.
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": {
+        "_pcontext", "_start_workers", "_monitor_workers", "_shutdown",
+    },
+    # torch asks it before each operation in a mode. Degrades: the first kernel imports Dynamo, which takes a second.
+    "torch.utils._python_dispatch.TorchDispatchMode": {"_should_skip_dynamo"},
+}  # fmt: skip
 
 
 # Operations on lists of tensors: one launch for all. They degrade to a loop.
@@ -169,6 +185,13 @@ keys_below: Any = _found("torch._C._dispatch_keyset_full_after", _AUDIT)  # the 
 has_kernel: Any = _found("torch._C._dispatch_has_kernel_for_dispatch_key", _AUDIT)  # (operator's name, key)
 keys_of_call: Any = _found("torch._ops._compute_keyset", _AUDIT)  # (args, kwargs, allowed keys): those that a call goes to
 python_kernels: Any = getattr(torch.library, "_impls", frozenset())  # "aten/add.Tensor/CPU"; degrades: none are known
+
+
+def schema_of(operator: Any) -> Any:
+    """Names of an operator's arguments, and more. None: operators of higher order have no schema. Degrades to that."""
+    return getattr(operator, "_schema", None)
+
+
 # What torch's functions in C++ are called by Python's profiler: those of `torch`, and of these modules. Degrades: some unseen.
 FUNCTIONS_OF_TORCH: Any = getattr(torch._C, "_VariableFunctions", None)
 MODULES_OF_FUNCTIONS = tuple(f"torch._C._{name}" for name in ("nn", "linalg", "fft", "special", "sparse", "nested"))

@@ -67,7 +67,7 @@ def sightings(
 ) -> Iterator[Sighting]:
     """The distinct forbidden tensors of a call: what it was given, then what it made or gave back."""
     operation = str(getattr(func, "overloadpacket", func))
-    schema = getattr(func, "_schema", None)  # operators of higher order have none
+    schema = compat.schema_of(func)
     names = [argument.name for argument in schema.arguments] if schema else [f"in{i}" for i in range(len(args))]
     given = [(name, tensor) for name, value in (*zip(names, args, strict=False), *kwargs.items()) for tensor in _flat(value)]
     results = out if isinstance(out, _NESTED) else (out,)

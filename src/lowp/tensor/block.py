@@ -28,9 +28,9 @@ from lowp.formats.floats import FP32
 from lowp.tensor import block_kernels
 from lowp.tensor.block_integers import code_of, narrow, unit_of, unit_width, value_of
 from lowp.tensor.carrier import CARRIERS, F64, exponent_below
+from lowp.tensor.core import apply_inline as _apply
 from lowp.tensor.core import code_dtype, code_storage, decode_operation, encode_operation, quantize_operation
 from lowp.tensor.exact import FRACTION, divide, multiply, multiply_any, widen
-from lowp.tensor.inline import apply_inline as _apply
 from lowp.tensor.interchange import PAIRS, as_codes
 from lowp.tensor.noise import Noise
 from lowp.tensor.packing import check_packed, unpack

@@ -83,7 +83,7 @@ def remember(call: tuple, kind: str, fmt: BlockFormat, x: Any, rounding: str, sa
     if program is None:
         return
     operation = block_operation(kind, program, dtype, packed and fmt.element.bits < 8, rounding == "stochastic")
-    if not isinstance(kernel := kernels.built(operation), _CppBlockKernel):
+    if not isinstance(kernel := kernels.built_kernel(operation), _CppBlockKernel):
         return
     if kind == "decode":
         elements, scales, whole = numbers

@@ -23,7 +23,7 @@ from lowp.tensor import grid as grids
 from lowp.tensor import posit as posits
 from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier_for, grid_fits, is_grid
 from lowp.tensor.memory import storage_of
-from lowp.tensor.noise import draw
+from lowp.tensor.noise import Noise, blocks, draw, key_tensor
 from lowp.tensor.table import Staircase, Table, bits_of_number, gap_tables, goes_up, number_of_bits, staircase
 
 Tables = tuple[Tensor, ...]
@@ -391,6 +391,22 @@ class Decode:
 
 
 Operation = Quantize | Encode | Decode
+
+
+def apply_inline(operation: Operation, stored: Tensor, noise: Noise | None) -> Tensor:
+    """An operation as plain torch operations on a tensor of any shape: stored bits in, stored bits out.
+
+    The operation's tables become constants of whatever is being traced.
+    """
+    tables = tuple(table.tensor(stored.device) for table in operation.tables)
+    if noise is None:
+        return operation(stored, tables)
+    pieces = blocks(noise, stored.numel())
+    if len(pieces) <= 1:
+        return operation(stored, tables, key_tensor(noise, 0, stored.device))
+    flat = stored.reshape(-1)
+    results = [operation(flat[first:end], tables, key_tensor(noise, first, stored.device)) for first, end in pieces]
+    return torch.cat(results).reshape(stored.shape)
 
 
 @lru_cache(maxsize=1024)

@@ -244,8 +244,8 @@ def remember_kernel(known_by: tuple[Any, ...], kernel: Any) -> None:
         _state.ready[known_by] = kernel
 
 
-def built(what: Any) -> Any:
-    """The kernel on a CPU, if it was built."""
+def built_kernel(what: Any) -> Any:
+    """The kernel on a CPU; None where it was not built."""
     return _state.kernels.get((what, _CPU))
 
 

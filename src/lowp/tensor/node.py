@@ -1,9 +1,10 @@
 """A quantizer as one node of a compiled graph: `lowp::round` where each number counts for itself, else `lowp::quantize`.
 
-Otherwise a compiler sees every operation of a quantizer (inline.py). On a GPU it then fuses too little (pointwise.py), and
-takes four times as long to compile. On a CPU it takes minutes: a GPT of four blocks, with quantizers on everything, 233 seconds
-of processor time where the plain model takes 41: inductor's C++ code generator walks through the 120 operations of a quantizer
-eight times for every loop that it is part of. As one node each: 1.5 to 1.7 times the plain model's (docs/SIMULATE.md).
+Otherwise (`apply_inline` in core.py) a compiler sees every operation of a quantizer. On a GPU it then fuses too little
+(pointwise.py), and takes four times as long to compile. On a CPU it takes minutes: a GPT of four blocks, with quantizers on
+everything, 233 seconds of processor time where the plain model takes 41: inductor's C++ code generator walks through the 120
+operations of a quantizer eight times for every loop that it is part of. As one node each: 1.5 to 1.7 times the plain model's
+(docs/SIMULATE.md).
 
 Inlining the dozen operations that suffice on a GPU is no better there: 145 seconds, and steps of 2.3 times the plain model's,
 because inductor's vectors pass through memory wherever a float is seen as an integer.

@@ -19,9 +19,8 @@ from lowp.formats import format as parse_format
 from lowp.tensor import block, block_kernels, kernels
 from lowp.tensor.block import BlockCodes
 from lowp.tensor.carrier import CARRIERS
-from lowp.tensor.core import Operation, code_dtype, decode_operation, encode_operation, quantize_operation
+from lowp.tensor.core import Operation, apply_inline, code_dtype, decode_operation, encode_operation, quantize_operation
 from lowp.tensor.dynamo import in_graph, is_exporting, teach_dynamo
-from lowp.tensor.inline import apply_inline
 from lowp.tensor.interchange import PAIRS, as_codes
 from lowp.tensor.memory import flat_memory, is_dense, storage_of
 from lowp.tensor.noise import Domain, Noise

@@ -62,10 +62,9 @@ class Task:
 
 
 class ChunkScheduler:
-    """Runs tasks in the order of their numbers, up to `depth` at once."""
+    """Runs tasks in the order of their numbers, up to DEPTH at once."""
 
-    def __init__(self, depth: int = DEPTH) -> None:
-        self._depth = depth
+    def __init__(self) -> None:
         self._ready: list[Task] = []  # a heap
         self._under_way: list[Task] = []
         self.waiting_for = ""  # for errors
@@ -79,11 +78,9 @@ class ChunkScheduler:
         return not self._ready and not self._under_way
 
     def turn(self) -> None:
-        """Start a task if fewer than `depth` run, or if the next wait is not before its number; else wait, and advance."""
+        """Start a task if fewer than DEPTH run, or if the next wait is not before its number; else wait, and advance."""
         earliest = min(self._under_way, key=lambda task: task.date, default=None)
-        if self._ready and (
-            earliest is None or len(self._under_way) < self._depth or self._ready[0].number <= earliest.date[0]
-        ):
+        if self._ready and (earliest is None or len(self._under_way) < DEPTH or self._ready[0].number <= earliest.date[0]):
             self._advance(heapq.heappop(self._ready))
         elif earliest is not None:
             self._under_way.remove(earliest)

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowp.tensor.errors import NonFiniteGradient
 from lowp.tensor.kernels import SMALL
 from lowp.wire.auto import choose
 from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.codec import codec_for
 from lowp.wire.communicator import Communicator, agree
-from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.plan import Bucket, Layer
 from lowp.wire.reductions.base import Reduction

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowp.names import matches_nothing
+from lowp.tensor.errors import NonFiniteGradient
 from lowp.version import __version__
 from lowp.wire.auto import best_for, choose
 from lowp.wire.codec import Codec
 from lowp.wire.comm_thread import CommThread, PendingBucket
 from lowp.wire.communicator import Communicator, agree
-from lowp.wire.errors import NonFiniteGradient
 from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.link import GroupLink
 from lowp.wire.reductions.base import Reduction

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowp.wire.errors import ReplicasDiffer
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STEP = 0x3C6EF372FE94F82A  # even, so that weights are odd: a product with one loses no bit
+
+
+class ReplicasDiffer(RuntimeError):
+    """Parameters or gradients that should be the same on all ranks are not."""
 
 
 def digest(tensor: Tensor) -> Tensor:

@@ -95,9 +95,9 @@ def _factors(bounds: Tensor, emax: Tensor, usual: Tensor) -> list[Tensor]:
 _FACTORS = Elementwise(_factors, (torch.uint8, torch.int32, torch.float32), (torch.float32, torch.float32))
 
 
-def aps_shifts(bounds: Tensor, emax: Tensor, headroom: int = 0) -> Tensor:
+def aps_shifts(bounds: Tensor, emax: Tensor) -> Tensor:
     """The power of two for each layer, from the agreed bytes and the exponent of each layer's format's maximum."""
-    shifts = (emax - (bounds.to(torch.int32) - _BOUND_BIAS) - headroom).clamp(-MAX_SHIFT, MAX_SHIFT)
+    shifts = (emax - (bounds.to(torch.int32) - _BOUND_BIAS)).clamp(-MAX_SHIFT, MAX_SHIFT)
     return torch.where((bounds == ZERO) | (bounds == NONFINITE), torch.zeros_like(shifts), shifts)
 
 

@@ -163,8 +163,7 @@ def _source(
     words = drawn.parameters if drawn else ""
     indexed = any(s.operation == "index" for s in program.statements)
     lines = [
-        f'extern "C" int run({inputs}{SCALARS[out]}* target, const int32_t* numbers, {looked_up}'
-        "long count, long threads) {",
+        f'extern "C" int run({inputs}{SCALARS[out]}* target, const int32_t* numbers, {looked_up}long count, long threads) {{',
         "    const auto stretch = [=](const long first, const long last) {",
         "        const Subnormals subnormals;",
         *(
