@@ -14,7 +14,6 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "wire"))
 
-from test_part_kernels_triton import as_for_cuda
 
 from interpreter import needs_triton, run
 
@@ -28,13 +27,13 @@ class Interpreted:
     """What `_TritonListKernel` does, on a CPU."""
 
     def __init__(self, what, device):
-        from lowp.tensor import grid
+        from lowp.tensor import target
         from lowp.tensor.lists import triton
         from lowp.tensor.lists.function import tables_on
         from lowp.tensor.lists.tracing import trace
 
         self._what, self._tables = what, list(tables_on(what, device))
-        with as_for_cuda(), patch.object(grid, "in_assembly", lambda numbers: grid.becomes_kernel()):
+        with patch.dict(target.PRINTED, cpu=target.TRITON):
             program = trace(what.function, what.elements, what.numbers, what.scalars, self._tables, device)
         self._places = list(program.scalars)
         with patch.object(triton, "_look_up", lambda s: None), patch.object(triton, "expression", without_assembly):

@@ -25,6 +25,7 @@ from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier
 from lowp.tensor.memory import storage_of
 from lowp.tensor.noise import Noise, blocks, draw, key_tensor
 from lowp.tensor.table import Staircase, Table, bits_of_number, gap_tables, goes_up, number_of_bits, staircase
+from lowp.tensor.target import target_of
 
 Tables = tuple[Tensor, ...]
 
@@ -223,11 +224,11 @@ class Quantize(_Rounder):
             return (numbers.view(torch.int32) >> 16).to(torch.int16)  # they are numbers of bfloat16
         return numbers.to(self.out_dtype).view(self.target.storage)
 
-    def _in_vectors(self, stored: Tensor, key: Tensor | None) -> Tensor | None:
-        """The same in fewer instructions where bits are seen as floats for nothing; None: no such way."""
+    def _in_vectors(self, stored: Tensor, key: Tensor | None, by_sum: bool) -> Tensor | None:
+        """The same in fewer instructions, in C++ of our own; None: no such way."""
         if self.out_dtype != self.dtype:
             return None
-        if self.float_grid is not None:
+        if by_sum:
             result = self.in_floats(stored)
         elif self.wide_grid is not None and key is not None:
             bits, noise = self._widened(stored, key)
@@ -247,15 +248,17 @@ class Quantize(_Rounder):
         return result if self.saturate else torch.where(magnitude == c.infinity, torch.full_like(result, c.nan), result)
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
-        if self.float_grid is not None and stored.device.type == "cuda" and grids.floats_pay(stored):
+        target = target_of(stored)
+        by_sum = self.float_grid is not None and grids.rounding_for(self.float_grid, target) is not grids.Algorithm.CUT
+        if by_sum and not target.vectors:
             return self.in_floats(stored)
-        if grids.in_vectors(stored) and (result := self._in_vectors(stored, key)) is not None:
+        if target.vectors and (result := self._in_vectors(stored, key, by_sum)) is not None:
             return result
         bits, noise = self._enter(stored, key)
         if self.grid is not None:
             result = grids.quantize(bits, self.grid, noise)
         else:
-            if self.posit is not None and key is None and self.posit.is_normal and grids.in_vectors(stored):
+            if self.posit is not None and key is None and self.posit.is_normal and target.vectors:
                 result = self._rounded_posit(bits)
             elif self.posit is not None:
                 result = tables[0][self._posit_code(bits, noise, tables)]
@@ -306,7 +309,7 @@ class Encode(_Rounder):
         assert word is not None
         magnitude = bits & self.carrier.magnitude
         entry = self.stairs.find(magnitude, bits >> 31, tables)
-        if grids.in_assembly(bits):
+        if target_of(bits).assembly:
             both = tables[4][entry]
             low, gap = (half.to(torch.int32).view(torch.float32) for half in (both, both >> 32))
         else:
@@ -323,7 +326,7 @@ class Encode(_Rounder):
         return (self.own.bits(stored) & self.own.magnitude) > self.own.infinity
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
-        if self.wide_grid is not None and grids.in_vectors(stored):
+        if self.wide_grid is not None and target_of(stored).vectors:
             bits, noise = self._widened(stored, key)
             return grids.encode(bits, self.wide_grid, noise, self.nan_to).to(self.storage)
         return self.codes(*self._enter(stored, key), tables)

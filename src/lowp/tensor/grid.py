@@ -8,23 +8,21 @@ multiple of 2^(t - F) of its own binade (F: the carrier's fraction bits). So rou
 and one more for each binade that the magnitude lies under `emin`; a carry into the exponent is just what it should be.
 """
 
+import enum
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from lowp.compat import becomes_graph
 from lowp.formats.base import Rounding
 from lowp.formats.fixed import FixedFormat
 from lowp.formats.floats import FloatFormat
 from lowp.tensor.carrier import F64, Carrier, grid_shape
 from lowp.tensor.rounding import away_from_zero, cut, first_above_zero
 from lowp.tensor.table import bits_of_number, number_of_bits
+from lowp.tensor.target import Target, target_of
 
 GridFormat = FloatFormat | FixedFormat
 
@@ -151,6 +149,39 @@ def _significand(magnitude: Tensor, field: Tensor, carrier: Carrier) -> Tensor:
     return magnitude - (field - 1 << carrier.fraction_bits)
 
 
+class Algorithm(enum.Enum):
+    """How numbers are rounded to a grid. All give the same bits (but see `nearest_in_floats` for NaN)."""
+
+    CUT = enum.auto()  # every mode, in integers: low bits are cut off (rounding.py)
+    SUM = enum.auto()  # to nearest: the chip rounds the sum with a large number (`nearest_in_floats`, `_nearest_rank`)
+    STEPS = enum.auto()  # stochastic: magnitudes are counted in the grid's steps, as floats (`_in_steps`)
+    CONVERSION = enum.auto()  # to nearest, between numbers and codes: an instruction; as numbers: SUM
+
+
+# What GPUs convert float32 to by an instruction, what is too large to the largest value: (bits, m, lowest field, largest code).
+# Four elements are converted by two instructions where integers take some forty.
+_CONVERTED = {(8, 2, 113, 0x7B): torch.float8_e5m2, (8, 3, 121, 0x7E): torch.float8_e4m3fn}
+
+
+def rounding_for(g: Grid, target: Target) -> Algorithm:
+    """The algorithm that is the fastest where operations become `target`. It is decided here alone.
+
+    SUM and STEPS take half as many instructions as CUT, or fewer: scaling by a power of two and rounding are done by the chip.
+    (GPUs have twice as many units for floats as for integers, besides.)
+    """
+    if not target.floats or g.carrier.dtype != torch.float32:
+        return Algorithm.CUT
+    if g.mode is Rounding.STOCHASTIC:
+        return Algorithm.STEPS if g.suits_float_unit else Algorithm.CUT
+    if g.mode is Rounding.NEAREST and target.converts and _conversion(g) is not None:
+        return Algorithm.CONVERSION
+    return Algorithm.SUM if g.suits_addition else Algorithm.CUT
+
+
+def _conversion(g: Grid) -> torch.dtype | None:
+    return None if g.fixed else _CONVERTED.get((g.bits, g.mantissa_bits, g.lowest_field, g.max_code))
+
+
 def quantize(bits: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     """The bits of the nearest (or as the mode says) numbers of the grid.
 
@@ -161,7 +192,7 @@ def quantize(bits: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     """
     c, mode = g.carrier, g.mode
     magnitude, negative = bits & c.magnitude, _sign_of(bits)
-    if mode is Rounding.STOCHASTIC and floats_pay(bits) and g.suits_float_unit:
+    if rounding_for(g, target_of(bits)) is Algorithm.STEPS:
         steps, binade = _in_steps(magnitude, g)
         step = (binade - (g.mantissa_bits << c.fraction_bits)).view(c.dtype)
         return _finish((_stochastic_steps(steps, noise, g) * step).view(c.storage), bits, magnitude, negative, g)
@@ -245,11 +276,13 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     NaN, or in a format without one, zero or the largest value (`nan_to`). With `nan_to="any"` it does not matter what NaN
     becomes.
     """
-    c = g.carrier
-    if nan_to == "any" and noise is None and (chips := _chips_own(bits, g)) is not None and g.overflow_code == g.max_code:
-        return bits.view(torch.float32).to(chips).view(torch.int8).to(c.compute)
+    c, how = g.carrier, rounding_for(g, target_of(bits))
+    if how is Algorithm.CONVERSION and nan_to == "any" and g.overflow_code == g.max_code:
+        dtype = _conversion(g)
+        assert dtype is not None
+        return bits.view(torch.float32).to(dtype).view(torch.int8).to(c.compute)
     magnitude, negative = bits & c.magnitude, _sign_of(bits)
-    in_floats = g.suits_addition and c.dtype == torch.float32 and floats_pay(bits)
+    in_floats = how in (Algorithm.SUM, Algorithm.CONVERSION)
     capped = None  # the rank of all that is too large, NaN included, if it has one at once
     if in_floats or (g.powers_of_two and g.mode is Rounding.NEAREST and c.dtype == torch.float32):
         capped = min(g.overflow_code, g.max_code + 1)
@@ -262,7 +295,7 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     elif g.shares_lowest_binade:
         rank = cut(magnitude, g.dropped, lambda: (magnitude >> g.dropped) & 1, g.mode, negative, noise, c.noise_bits)
     else:
-        rank = _rank(magnitude, negative, g, noise)
+        rank = _rank(magnitude, negative, g, noise, how)
     if capped != g.overflow_code:
         rank = _overflow(rank, magnitude, negative, g.max_code, g.overflow_code, g.infinity_code, g)
     nan_rank = g.nan_code if g.nan_code >= 0 else (0 if nan_to == "zero" else g.max_code)
@@ -279,9 +312,9 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     return rank | sign
 
 
-def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
+def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None, how: Algorithm) -> Tensor:
     c = g.carrier
-    if floats_pay(magnitude) and g.suits_float_unit and noise is not None:
+    if how is Algorithm.STEPS:
         steps, binade = _in_steps(magnitude, g)
         return _stochastic_steps(steps, noise, g).to(c.compute) + _codes_below(binade, g)
     if g.powers_of_two:  # ranks are exponent fields, and as many bits go everywhere
@@ -402,11 +435,11 @@ def encode_by_words(bits: Tensor, g: Grid, word: Tensor, nan_to: str) -> Tensor:
     what a float has no bits for is cut off, and never changes the whole part of a sum. A second such sum, to 2^23, leaves the
     whole part in the last bits. (Conversions between floats and integers would take eight times as long as sums.)
     """
-    c = g.carrier
-    in_floats = floats_pay(bits) and not in_vectors(bits) and g.suits_float_unit and not g.fixed
+    c, target = g.carrier, target_of(bits)
+    in_floats = rounding_for(g, target) is Algorithm.STEPS and not target.vectors and not g.fixed
     if not in_floats or g.overflow_code != g.max_code:
         return encode(bits, g, number_of_word(word), nan_to)
-    if in_assembly(bits) and g.dropped > 16:
+    if target.assembly and g.dropped > 16:
         rank = _record_stochastic_rank(bits, word, g)
     else:
         magnitude = (bits & c.magnitude).clamp(max=g.max_bits)
@@ -474,8 +507,10 @@ def decode(code: Tensor, g: Grid, finite: bool = False, any_nan: bool = False) -
     With `finite` it does not matter what the codes of infinities and of NaN become, with `any_nan` which of all NaN comes out.
     """
     carrier = g.carrier
-    if (finite or any_nan) and (chips := _chips_own(code, g)) is not None:
-        return code.to(torch.int8).view(chips).to(torch.float32).view(torch.int32)
+    if (finite or any_nan) and rounding_for(g, target_of(code)) is Algorithm.CONVERSION:
+        dtype = _conversion(g)
+        assert dtype is not None
+        return code.to(torch.int8).view(dtype).to(torch.float32).view(torch.int32)
     if g.fixed:
         shift = code.dtype.itemsize * 8 - g.bits
         number = code << shift >> shift  # spread the sign
@@ -501,16 +536,17 @@ def decode(code: Tensor, g: Grid, finite: bool = False, any_nan: bool = False) -
 
 
 def _bits_of_rank(rank: Tensor, g: Grid) -> Tensor:
-    c = g.carrier
+    c, target = g.carrier, target_of(rank)
     if g.shares_lowest_binade:
         return rank << g.dropped
-    if not g.fixed and c.dtype == torch.float32 and g.lowest_field - 1 <= c.bias and floats_pay(rank) and not in_vectors(rank):
+    on_gpu = target.floats and not target.vectors
+    if on_gpu and not g.fixed and c.dtype == torch.float32 and g.lowest_field - 1 <= c.bias:
         # One product, exact also of subnormal numbers (with which a CPU would be slow).
         return ((rank << g.dropped).view(c.dtype) * 2.0 ** (g.lowest_field - 1)).view(c.storage)
     normal = (rank << g.dropped) + (g.lowest_field - 1 << c.fraction_bits)
     if g.mantissa_bits == 0:
         return torch.where(rank == 0, rank, normal)
-    if in_vectors(rank) and c.dtype == torch.float32:
+    if target.vectors and c.dtype == torch.float32:
         # A subnormal is a normal number of the lowest binade without its leading one.
         one = g.lowest_field << c.fraction_bits
         subnormal = (((rank << g.dropped) + one).view(c.dtype) - number_of_bits(one, c)).view(c.storage)
@@ -527,7 +563,7 @@ def bits_of_integer(number: Tensor, width: int, carrier: Carrier) -> Tensor:
     Kernels convert, in registers. Plain operations stay in integers: what they make is a tensor, and 16-bit numbers must not
     become wide floats. They count the bits of small integers, and halve the range of others.
     """
-    if becomes_kernel():
+    if target_of(number).kernel:
         if carrier is F64:
             return number.to(torch.float64).view(torch.int64)
         assert width <= 24
@@ -550,53 +586,3 @@ def normalized(number: Tensor, width: int) -> tuple[Tensor, Tensor]:
             moved = (number < 1 << (width - shift)).to(number.dtype) * shift
             number, total = number << moved, total + moved
     return number, total
-
-
-# What chips convert float32 to by an instruction, to nearest, what is too large to the largest value: (bits, m, lowest, max).
-_CONVERTED = {(8, 2, 113, 0x7B): torch.float8_e5m2, (8, 3, 121, 0x7E): torch.float8_e4m3fn}
-
-
-def _chips_own(numbers: Tensor, g: Grid) -> torch.dtype | None:
-    """The dtype that the device has instructions for which round to this grid, and read its codes; None: it has none.
-
-    Four elements are converted by two instructions where integers take some forty. (CUDA's devices have them from 8.9 on.)
-    """
-    if not (getattr(_now, "printing", False) and numbers.device.type == "cuda" and g.carrier.dtype == torch.float32):
-        return None
-    if g.mode is not Rounding.NEAREST or g.fixed or torch.cuda.get_device_capability(numbers.device) < (8, 9):
-        return None
-    return _CONVERTED.get((g.bits, g.mantissa_bits, g.lowest_field, g.max_code))
-
-
-_now = threading.local()
-
-
-@contextmanager
-def printing() -> Iterator[None]:
-    """Within it, what this thread runs is recorded for one of our own printers (lists/tracing.py)."""
-    before, _now.printing = getattr(_now, "printing", False), True
-    try:
-        yield
-    finally:
-        _now.printing = before
-
-
-def becomes_kernel() -> bool:
-    """Is what runs now being recorded by a compiler, ours or the user's? It keeps in registers what tensors are here."""
-    return getattr(_now, "printing", False) or becomes_graph()
-
-
-def in_vectors(numbers: Tensor) -> bool:
-    """Will what runs now be C++ of our own?"""
-    return getattr(_now, "printing", False) and numbers.device.type == "cpu"
-
-
-def in_assembly(numbers: Tensor) -> bool:
-    """Will what runs now be Triton of our own, in which instructions can be written?"""
-    return getattr(_now, "printing", False) and numbers.device.type == "cuda"
-
-
-def floats_pay(numbers: Tensor) -> bool:
-    """In kernels on a GPU, and in ours on a CPU. As plain operations they would be float32 tensors; inductor's vectors on a CPU
-    pass through memory wherever bits are seen as floats."""
-    return in_vectors(numbers) or (numbers.device.type == "cuda" and becomes_kernel())
