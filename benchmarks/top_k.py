@@ -74,9 +74,9 @@ class NodeLink(CountingLink):
 
     outside = 0
 
-    def exchange(self, sends: Any, receives: Any) -> list[Any]:
+    def send_receive(self, sends: Any, receives: Any) -> list[Any]:
         self.outside += sum(message.numel() for rank, message in sends.items() if rank // NODES != self.rank // NODES)
-        return super().exchange(sends, receives)
+        return super().send_receive(sends, receives)
 
 
 def bits(codec: str, ranks: int, elements: int, reduction: str = "two_shot") -> tuple[float, float]:
@@ -87,7 +87,7 @@ def bits(codec: str, ranks: int, elements: int, reduction: str = "two_shot") -> 
     link = NodeLink(0, ranks)
     for chunk in bucket.chunks(order.shards(ranks), cuts_for(None, torch.device("cpu"))):
         numbers = torch.empty(chunk.size, device="meta")
-        for _ in order.exchange(LengthJob(chunk, numbers, numbers, rules, link)):  # type: ignore[arg-type]  # it counts
+        for _ in order.reduce(LengthJob(chunk, numbers, numbers, rules, link)):  # type: ignore[arg-type]  # it counts
             pass
     of_fp32 = 2 * (ranks - 1) / ranks * 4 * elements
     return 32 * link.bytes_sent / of_fp32, 32 * link.outside / of_fp32

@@ -163,7 +163,9 @@ def test_no_module_is_called_like_one_of_pythons_own():
     assert own == []
 
 
-def test_functions_that_were_called_alike_have_names_of_their_own():
-    """`scale_of` was a wire scale, a simulated scale and a gradient's scale."""
-    found = [path for path in SOURCE.rglob("*.py") if "def scale_of(" in path.read_text()]
-    assert [path.relative_to(SOURCE).as_posix() for path in found] == ["wire/scaling.py"]
+@pytest.mark.parametrize(("name", "homes"), [("scale_of", ["wire/scaling.py"]), ("exchange", [])])
+def test_functions_that_were_called_alike_have_names_of_their_own(name, homes):
+    """`scale_of` was a wire scale, a simulated scale and a gradient's scale; `exchange` was what a rank does for a chunk, and
+    messages to and from other ranks. (An exchange is the sum of gradients over ranks: classes have that name.)"""
+    found = [path for path in SOURCE.rglob("*.py") if f"def {name}(" in path.read_text()]
+    assert [path.relative_to(SOURCE).as_posix() for path in found] == homes

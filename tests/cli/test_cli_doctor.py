@@ -13,7 +13,7 @@ def link(monkeypatch):
     """The link between two ranks, without ranks: one test starts them."""
     found = {"latency": 2e-5, "bandwidth": 1.25e9}
     monkeypatch.setattr(doctor, "_start_rank", lambda store: subprocess.Popen(["true"], stderr=subprocess.PIPE, text=True))
-    monkeypatch.setattr(doctor, "exchange", lambda store, rank: (found["latency"], found["bandwidth"]))
+    monkeypatch.setattr(doctor, "measure_link", lambda store, rank: (found["latency"], found["bandwidth"]))
     return found
 
 
@@ -54,7 +54,7 @@ def test_ranks_that_do_not_meet_are_exit_code_1(run, link, monkeypatch):
     def refused(store, rank):
         raise RuntimeError("Connection refused")
 
-    monkeypatch.setattr(doctor, "exchange", refused)
+    monkeypatch.setattr(doctor, "measure_link", refused)
     result = run("doctor")
     assert result.exit_code == 1
     assert "Not everything works: two ranks." in result.stdout

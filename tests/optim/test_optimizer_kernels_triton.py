@@ -27,13 +27,13 @@ class Interpreted:
     """What `_TritonListKernel` does, on a CPU."""
 
     def __init__(self, what, device):
-        from lowp.tensor import target
+        from lowp.tensor import backend
         from lowp.tensor.lists import triton
         from lowp.tensor.lists.function import tables_on
         from lowp.tensor.lists.tracing import trace
 
         self._what, self._tables = what, list(tables_on(what, device))
-        with patch.dict(target.PRINTED, cpu=target.TRITON):
+        with patch.dict(backend.PRINTED, cpu=backend.TRITON):
             program = trace(what.function, what.elements, what.numbers, what.scalars, self._tables, device)
         self._places = list(program.scalars)
         with patch.object(triton, "_look_up", lambda s: None), patch.object(triton, "expression", without_assembly):

@@ -7,7 +7,7 @@ import torch
 
 import lowp
 from lowp.formats import FORMATS, BlockFormat, Rounding
-from lowp.tensor import kernels, target
+from lowp.tensor import backend, kernels
 from lowp.tensor.core import decode_operation, encode_operation, quantize_operation
 from lowp.tensor.lists import flat_triton
 from lowp.tensor.lists.tracing import Element, trace
@@ -20,7 +20,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Floats do the rounding where they can."""
-    monkeypatch.setitem(target.PRINTED, "cpu", target.TRITON)
+    monkeypatch.setitem(backend.PRINTED, "cpu", backend.TRITON)
 
 
 def printed(operation, aligned=True, on_host=True):

@@ -22,9 +22,9 @@ ROWS = 8  # tiles of an item: few, so that there are several items
 @contextlib.contextmanager
 def as_for_cuda():
     """What is traced is what would be traced on a GPU, without instructions, which the interpreter does not know."""
-    from lowp.tensor import target
+    from lowp.tensor import backend
 
-    with patch.dict(target.PRINTED, cpu=target.GPU_GRAPH):
+    with patch.dict(backend.PRINTED, cpu=backend.GPU_GRAPH):
         yield
 
 

@@ -1,5 +1,13 @@
-"""The bytes that a virtual rank would send are those that a real one sends: every reduction, every rank, up to 5 of them."""
+"""The bytes that a virtual rank would send are those that a real one sends: every reduction, every rank, up to 5 of them. And
+those that a real one says it has sent are those that leave the network interface."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import interface_bytes
 import pytest
 import ranks
 import torch
@@ -59,3 +67,25 @@ def test_one_shot_sends_everything_to_everybody():
     sent, of_fp32 = VirtualExchange(4, shapes, "fp16", scale="none", reduction="one_shot").bytes_sent()
     assert sent == pytest.approx(3 * 2 * 31 * 4096, rel=1e-3)
     assert of_fp32 == 1.5 * 4 * 31 * 4096
+
+
+def in_a_network_of_its_own(program: str) -> str:
+    """What a program prints where nothing else sends anything."""
+    unshare = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-Urn"]
+    if subprocess.run([*unshare, "true"], capture_output=True, timeout=20).returncode:
+        pytest.skip("this system allows no network namespaces")
+    paths = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([*unshare, sys.executable, program], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_interface_counts_the_bytes_that_are_reported():
+    """TCP adds headers of some 60 bytes to packets of up to 64 KiB, and acknowledgements; barriers are some hundred bytes."""
+    measured = json.loads(in_a_network_of_its_own(interface_bytes.__file__))
+    for case, (on_the_interface, reported) in zip(interface_bytes.CASES, measured, strict=True):
+        shapes = {"tensor": torch.Size([interface_bytes.ELEMENTS])}
+        exchange = VirtualExchange(interface_bytes.WORLD, shapes, **case)
+        assert reported == sum(exchange.bytes_sent(rank)[0] for rank in range(interface_bytes.WORLD)), case
+        assert reported <= on_the_interface <= 1.02 * reported + 20_000, case

@@ -41,8 +41,8 @@ MESSAGE, ROUNDS = 1 << 24, 200  # bytes of a large message; small ones
 
 _OTHER_RANK = """
 import sys
-from lowp.cli.doctor import exchange
-exchange(sys.argv[1], 1)
+from lowp.cli.doctor import measure_link
+measure_link(sys.argv[1], 1)
 """
 
 
@@ -243,7 +243,7 @@ def _gloo(store: str, other: "subprocess.Popen[str]") -> Diagnosis:
     if not dist.is_available() or not dist.is_gloo_available():
         return Diagnosis("two ranks", BROKEN, "torch is built without gloo", "install another build of torch: pytorch.org")
     try:
-        latency, bandwidth = exchange(store, 0)
+        latency, bandwidth = measure_link(store, 0)
     except RuntimeError as error:  # a timeout, or the other has gone
         said = other.stderr.read() if other.poll() is not None and other.stderr else ""
         why = (said.strip() or str(error)).splitlines()[-1]
@@ -259,7 +259,7 @@ def _start_rank(store: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def exchange(store: str, rank: int) -> tuple[float, float]:
+def measure_link(store: str, rank: int) -> tuple[float, float]:
     """Seconds of a small message one way, and bytes a second of large ones, between two ranks."""
     import torch
     import torch.distributed as dist

@@ -155,7 +155,7 @@ class Calibration:
             outer, size = levels[-1], min(MESSAGE, max(4096, int(levels[-1].bandwidth * 0.1)))
             neighbours = RingNeighbours(meeting, list(range(meeting.ranks)), size)
             taken = sharing.processor(
-                meeting, compute, lambda: neighbours.exchange(1, size), size, outer.bandwidth, self._share("sharing", 2)
+                meeting, compute, lambda: neighbours.send_receive(1, size), size, outer.bandwidth, self._share("sharing", 2)
             )
             levels = [replace(level, processor=taken) for level in levels]
             self.say(f"sharing  {seconds_text(taken)} of computation are lost for each byte that a rank sends")

@@ -21,11 +21,11 @@ from lowp.formats.base import Format, Rounding
 from lowp.formats.posit import PositFormat
 from lowp.tensor import grid as grids
 from lowp.tensor import posit as posits
+from lowp.tensor.backend import backend_of
 from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier_for, grid_fits, is_grid
 from lowp.tensor.memory import storage_of
 from lowp.tensor.noise import Noise, blocks, draw, key_tensor
 from lowp.tensor.table import Staircase, Table, bits_of_number, gap_tables, goes_up, number_of_bits, staircase
-from lowp.tensor.target import target_of
 
 Tables = tuple[Tensor, ...]
 
@@ -248,17 +248,17 @@ class Quantize(_Rounder):
         return result if self.saturate else torch.where(magnitude == c.infinity, torch.full_like(result, c.nan), result)
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
-        target = target_of(stored)
-        by_sum = self.float_grid is not None and grids.rounding_for(self.float_grid, target) is not grids.Algorithm.CUT
-        if by_sum and not target.vectors:
+        backend = backend_of(stored)
+        by_sum = self.float_grid is not None and grids.rounding_for(self.float_grid, backend) is not grids.Algorithm.CUT
+        if by_sum and not backend.vectors:
             return self.in_floats(stored)
-        if target.vectors and (result := self._in_vectors(stored, key, by_sum)) is not None:
+        if backend.vectors and (result := self._in_vectors(stored, key, by_sum)) is not None:
             return result
         bits, noise = self._enter(stored, key)
         if self.grid is not None:
             result = grids.quantize(bits, self.grid, noise)
         else:
-            if self.posit is not None and key is None and self.posit.is_normal and target.vectors:
+            if self.posit is not None and key is None and self.posit.is_normal and backend.vectors:
                 result = self._rounded_posit(bits)
             elif self.posit is not None:
                 result = tables[0][self._posit_code(bits, noise, tables)]
@@ -309,7 +309,7 @@ class Encode(_Rounder):
         assert word is not None
         magnitude = bits & self.carrier.magnitude
         entry = self.stairs.find(magnitude, bits >> 31, tables)
-        if target_of(bits).assembly:
+        if backend_of(bits).assembly:
             both = tables[4][entry]
             low, gap = (half.to(torch.int32).view(torch.float32) for half in (both, both >> 32))
         else:
@@ -326,7 +326,7 @@ class Encode(_Rounder):
         return (self.own.bits(stored) & self.own.magnitude) > self.own.infinity
 
     def __call__(self, stored: Tensor, tables: Tables, key: Tensor | None = None) -> Tensor:
-        if self.wide_grid is not None and target_of(stored).vectors:
+        if self.wide_grid is not None and backend_of(stored).vectors:
             bits, noise = self._widened(stored, key)
             return grids.encode(bits, self.wide_grid, noise, self.nan_to).to(self.storage)
         return self.codes(*self._enter(stored, key), tables)

@@ -19,10 +19,10 @@ from torch import Tensor
 from lowp.formats.base import Rounding
 from lowp.formats.fixed import FixedFormat
 from lowp.formats.floats import FloatFormat
+from lowp.tensor.backend import Backend, backend_of
 from lowp.tensor.carrier import F64, Carrier, grid_shape
 from lowp.tensor.rounding import away_from_zero, cut, first_above_zero
 from lowp.tensor.table import bits_of_number, number_of_bits
-from lowp.tensor.target import Target, target_of
 
 GridFormat = FloatFormat | FixedFormat
 
@@ -163,17 +163,17 @@ class Algorithm(enum.Enum):
 _CONVERTED = {(8, 2, 113, 0x7B): torch.float8_e5m2, (8, 3, 121, 0x7E): torch.float8_e4m3fn}
 
 
-def rounding_for(g: Grid, target: Target) -> Algorithm:
-    """The algorithm that is the fastest where operations become `target`. It is decided here alone.
+def rounding_for(g: Grid, backend: Backend) -> Algorithm:
+    """The algorithm that is the fastest where operations go to `backend`. It is decided here alone.
 
     SUM and STEPS take half as many instructions as CUT, or fewer: scaling by a power of two and rounding are done by the chip.
     (GPUs have twice as many units for floats as for integers, besides.)
     """
-    if not target.floats or g.carrier.dtype != torch.float32:
+    if not backend.floats or g.carrier.dtype != torch.float32:
         return Algorithm.CUT
     if g.mode is Rounding.STOCHASTIC:
         return Algorithm.STEPS if g.suits_float_unit else Algorithm.CUT
-    if g.mode is Rounding.NEAREST and target.converts and _conversion(g) is not None:
+    if g.mode is Rounding.NEAREST and backend.converts and _conversion(g) is not None:
         return Algorithm.CONVERSION
     return Algorithm.SUM if g.suits_addition else Algorithm.CUT
 
@@ -192,7 +192,7 @@ def quantize(bits: Tensor, g: Grid, noise: Tensor | None) -> Tensor:
     """
     c, mode = g.carrier, g.mode
     magnitude, negative = bits & c.magnitude, _sign_of(bits)
-    if rounding_for(g, target_of(bits)) is Algorithm.STEPS:
+    if rounding_for(g, backend_of(bits)) is Algorithm.STEPS:
         steps, binade = _in_steps(magnitude, g)
         step = (binade - (g.mantissa_bits << c.fraction_bits)).view(c.dtype)
         return _finish((_stochastic_steps(steps, noise, g) * step).view(c.storage), bits, magnitude, negative, g)
@@ -276,7 +276,7 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     NaN, or in a format without one, zero or the largest value (`nan_to`). With `nan_to="any"` it does not matter what NaN
     becomes.
     """
-    c, how = g.carrier, rounding_for(g, target_of(bits))
+    c, how = g.carrier, rounding_for(g, backend_of(bits))
     if how is Algorithm.CONVERSION and nan_to == "any" and g.overflow_code == g.max_code:
         dtype = _conversion(g)
         assert dtype is not None
@@ -435,11 +435,11 @@ def encode_by_words(bits: Tensor, g: Grid, word: Tensor, nan_to: str) -> Tensor:
     what a float has no bits for is cut off, and never changes the whole part of a sum. A second such sum, to 2^23, leaves the
     whole part in the last bits. (Conversions between floats and integers would take eight times as long as sums.)
     """
-    c, target = g.carrier, target_of(bits)
-    in_floats = rounding_for(g, target) is Algorithm.STEPS and not target.vectors and not g.fixed
+    c, backend = g.carrier, backend_of(bits)
+    in_floats = rounding_for(g, backend) is Algorithm.STEPS and not backend.vectors and not g.fixed
     if not in_floats or g.overflow_code != g.max_code:
         return encode(bits, g, number_of_word(word), nan_to)
-    if target.assembly and g.dropped > 16:
+    if backend.assembly and g.dropped > 16:
         rank = _record_stochastic_rank(bits, word, g)
     else:
         magnitude = (bits & c.magnitude).clamp(max=g.max_bits)
@@ -507,7 +507,7 @@ def decode(code: Tensor, g: Grid, finite: bool = False, any_nan: bool = False) -
     With `finite` it does not matter what the codes of infinities and of NaN become, with `any_nan` which of all NaN comes out.
     """
     carrier = g.carrier
-    if (finite or any_nan) and rounding_for(g, target_of(code)) is Algorithm.CONVERSION:
+    if (finite or any_nan) and rounding_for(g, backend_of(code)) is Algorithm.CONVERSION:
         dtype = _conversion(g)
         assert dtype is not None
         return code.to(torch.int8).view(dtype).to(torch.float32).view(torch.int32)
@@ -536,17 +536,17 @@ def decode(code: Tensor, g: Grid, finite: bool = False, any_nan: bool = False) -
 
 
 def _bits_of_rank(rank: Tensor, g: Grid) -> Tensor:
-    c, target = g.carrier, target_of(rank)
+    c, backend = g.carrier, backend_of(rank)
     if g.shares_lowest_binade:
         return rank << g.dropped
-    on_gpu = target.floats and not target.vectors
+    on_gpu = backend.floats and not backend.vectors
     if on_gpu and not g.fixed and c.dtype == torch.float32 and g.lowest_field - 1 <= c.bias:
         # One product, exact also of subnormal numbers (with which a CPU would be slow).
         return ((rank << g.dropped).view(c.dtype) * 2.0 ** (g.lowest_field - 1)).view(c.storage)
     normal = (rank << g.dropped) + (g.lowest_field - 1 << c.fraction_bits)
     if g.mantissa_bits == 0:
         return torch.where(rank == 0, rank, normal)
-    if target.vectors and c.dtype == torch.float32:
+    if backend.vectors and c.dtype == torch.float32:
         # A subnormal is a normal number of the lowest binade without its leading one.
         one = g.lowest_field << c.fraction_bits
         subnormal = (((rank << g.dropped) + one).view(c.dtype) - number_of_bits(one, c)).view(c.storage)
@@ -563,7 +563,7 @@ def bits_of_integer(number: Tensor, width: int, carrier: Carrier) -> Tensor:
     Kernels convert, in registers. Plain operations stay in integers: what they make is a tensor, and 16-bit numbers must not
     become wide floats. They count the bits of small integers, and halve the range of others.
     """
-    if target_of(number).kernel:
+    if backend_of(number).kernel:
         if carrier is F64:
             return number.to(torch.float64).view(torch.int64)
         assert width <= 24

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.tensor.target import target_of
+from lowp.tensor.backend import backend_of
 
 _INDICES = 1 << 30  # elements that one key serves: an index and its offset add up without overflow
 _DRAW_ROUNDS = 5  # the fewest after which every bit of the index flips every bit of the draw half of the time
@@ -252,7 +252,7 @@ def blocks(noise: Noise, count: int) -> "list[tuple[int, int]]":
 
 def _philox2(low: Tensor, high: Tensor, key: Tensor, rounds: range) -> tuple[Tensor, Tensor]:
     """Two-word Philox: a permutation of the 32 bits for every key."""
-    if target_of(low).assembly:
+    if backend_of(low).assembly:
         return _philox2_in_assembly(low, high, key, rounds)
     for number in rounds:
         product = low * _MULTIPLIERS[number % 2]

@@ -263,7 +263,7 @@ class BucketExchange:
         source, target = (x[chunk.start : chunk.stop] for x in (self._source, self._flat))
         direct = target.dtype != torch.float64
         sums = target if direct else torch.empty(chunk.size, dtype=torch.float32, device=target.device)
-        yield from self._reduction.exchange(ChunkJob(chunk, source, sums, rules, link, unscale))
+        yield from self._reduction.reduce(ChunkJob(chunk, source, sums, rules, link, unscale))
         self._state.workspaces.give_back(workspace)
         if not direct:
             target.copy_(sums)

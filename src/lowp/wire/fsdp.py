@@ -3,7 +3,7 @@
 `fully_shard` splits parameters over the ranks. Forward gathers them (`gather`: parameters travel in a format), backward reduces
 gradients to their owners (`reduce`). Both are the first or the second half of a two-shot sum:
 
-- reduce-scatter: encode one message for each owner, exchange, decode and add in float32, in rank order;
+- reduce-scatter: encode one message for each owner, send and receive, decode and add in float32, in rank order;
 - all-gather: encode one's own shard once and send it to everybody. All decode the same bytes, the owner too, so that all ranks
   compute with the same parameters.
 
@@ -302,7 +302,7 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
 
     def steps(piece: Chunk, rules: Rules) -> Steps:
         rooms = ChunkJob(piece, source, output, rules, chunk := link.for_chunk()).write_to_owners()
-        yield chunk.exchange(rooms.sent, rooms.received)
+        yield chunk.send_receive(rooms.sent, rooms.received)
         mine, flat, stride = piece.shards[link.rank], rooms.rows.view(-1), rooms.rows.shape[1]
         messages, (part,) = rules.messages(mine, Stage.ADDEND), mine.parts
         units = _units(messages, flat, exact, world, stride, rules)

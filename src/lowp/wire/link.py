@@ -89,7 +89,8 @@ class ChunkLink:
         self.rank = link.rank
         self.world = link.world
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+    def send_receive(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+        """Start sending a message to each rank of `sends`, and receiving one from each rank of `receives`."""
         if self.world == 1:
             return []
         outgoing = {rank: message for rank, message in sends.items() if rank != self.rank and message.numel()}
@@ -106,7 +107,7 @@ class ChunkLink:
             return []
         if self._link.tagged:
             rows = {rank: messages[rank, :length] for rank, length in enumerate(lengths)}
-            return self.exchange(dict.fromkeys(rows, rows[self.rank]), rows)
+            return self.send_receive(dict.fromkeys(rows, rows[self.rank]), rows)
         self._link.bytes_sent += (self.world - 1) * lengths[self.rank]
         own, every, group = messages[self.rank], messages.view(-1), self._link.group
 

@@ -1,7 +1,7 @@
 """How a bucket of gradients is cut: into chunks that are under way one after the other, shards of a chunk, parts of a shard.
 
 - A *layer* is one parameter's gradient: its own codec, its own scale, its own noise.
-- A *chunk* is a stretch of the bucket, short enough for its exchange to overlap with the next one's.
+- A *chunk* is a stretch of the bucket, short enough for its messages to be under way while the next one is encoded.
 - A *shard* is what one rank adds up. Shards of a chunk take about the same number of bytes.
 - A *part* is what one layer has in one shard, cut where it is long. Its codes and its exponent travel together.
 

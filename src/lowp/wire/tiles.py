@@ -14,6 +14,7 @@ from torch import Tensor
 from lowp.formats import BlockFormat, Format
 from lowp.formats.floats import FP32
 from lowp.tensor import block_steps
+from lowp.tensor.backend import backend_of
 from lowp.tensor.block_programs import BlockProgram, block_program
 from lowp.tensor.carrier import F32
 from lowp.tensor.core import code_storage, decode_operation, encode_operation
@@ -23,7 +24,6 @@ from lowp.tensor.lists.tracing import shortcut
 from lowp.tensor.noise import KEY_SIZE
 from lowp.tensor.packing import group
 from lowp.tensor.table import Table
-from lowp.tensor.target import target_of
 from lowp.wire import scaling
 from lowp.wire.adaptive import Adaptive
 from lowp.wire.codec import Codec, placed_bits
@@ -150,7 +150,7 @@ def _largest(vectors: Sequence[Tensor]) -> Tensor:
 
 def _largest_magnitude(vectors: Sequence[Tensor]) -> Tensor:
     """Lane by lane, as float32; NaN where there is one. (A GPU compares magnitudes of floats by one instruction.)"""
-    if target_of(vectors[0]).assembly:
+    if backend_of(vectors[0]).assembly:
         return _largest([number.abs() for number in vectors])
     return _largest(magnitudes(vectors, (True, False))).view(torch.float32)
 
@@ -288,7 +288,7 @@ def _exact_blocks(
 ) -> _Stored:
     """Few elements are found by steps on a CPU. (On a GPU every thread would compute steps for few elements.)"""
     fmt, codes, scales = program.fmt, [], []
-    by_steps = target_of(blocks[0][0]).vectors and block_steps.suits(fmt) and (near_one or not fmt.tensor_scale)
+    by_steps = backend_of(blocks[0][0]).vectors and block_steps.suits(fmt) and (near_one or not fmt.tensor_scale)
     for most, x in blocks:
         scale = program.scale(most, tensor_scale)
         if by_steps:

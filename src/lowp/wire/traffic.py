@@ -38,7 +38,7 @@ class CountingLink:
         self.rank, self.world = rank, world
         self.bytes_sent = 0
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Any]:
+    def send_receive(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Any]:
         self.bytes_sent += sum(message.numel() for rank, message in sends.items() if rank != self.rank)
         return []
 
@@ -117,7 +117,7 @@ def bytes_of_bucket(
     link: Any = CountingLink(rank, world)  # which takes a ChunkLink's place
     for chunk in bucket.chunks(reduction.shards(world), cuts):
         numbers = torch.empty(chunk.size, device=_NOWHERE)
-        for _ in reduction.exchange(LengthJob(chunk, numbers, numbers, rules, link)):
+        for _ in reduction.reduce(LengthJob(chunk, numbers, numbers, rules, link)):
             pass
     return link.bytes_sent
 
@@ -167,10 +167,10 @@ class RoundsLink(CountingLink):
         self.received: list[CountedMessage] = []
         self.gathers = False
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Any]:
+    def send_receive(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Any]:
         self.sent += [_counted_message(peer, message.numel()) for peer, message in sends.items() if peer != self.rank]
         self.received += [_counted_message(peer, message.numel()) for peer, message in receives.items() if peer != self.rank]
-        return super().exchange(sends, receives)
+        return super().send_receive(sends, receives)
 
     def share(self, messages: Tensor, lengths: Sequence[int]) -> list[Any]:
         others = [peer for peer in range(self.world) if peer != self.rank]
@@ -256,7 +256,7 @@ def waits_of(reduction: Reduction, rank: int, world: int, kahan: bool = False) -
         rules.work.clear()
         link.sent, link.received, link.gathers = [], [], False
 
-    for _ in reduction.exchange(job):
+    for _ in reduction.reduce(job):
         noted()
     noted()
     return tuple(found)

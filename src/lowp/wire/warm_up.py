@@ -104,7 +104,7 @@ class _MuteChunk(ChunkLink):
                 message.zero_()
         return []
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+    def send_receive(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
         for rank, message in receives.items():
             if rank != self.rank:
                 message.zero_()

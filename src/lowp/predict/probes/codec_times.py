@@ -53,7 +53,7 @@ class EchoLink(GroupLink):
 
 
 class _EchoChunk(ChunkLink):
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
+    def send_receive(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[Pending]:
         for sent, received in zip(sends.values(), receives.values(), strict=True):
             count = min(sent.numel(), received.numel())
             received[:count].copy_(sent[:count])

@@ -42,11 +42,11 @@ class RingNeighbours:
         self._out = torch.ones(largest, dtype=torch.uint8, device=meeting.device)
         self._in = torch.empty(largest, dtype=torch.uint8, device=meeting.device)
 
-    def exchange(self, count: int, size: int) -> None:
+    def send_receive(self, count: int, size: int) -> None:
         pending = []
         for _ in range(count):
             chunk = self._link.for_chunk()
-            pending += chunk.exchange({self._next: self._out[:size]}, {self._before: self._in[:size]})
+            pending += chunk.send_receive({self._next: self._out[:size]}, {self._before: self._in[:size]})
         for message in pending:
             message.wait()
 
@@ -107,7 +107,7 @@ def _by_size(meeting: Meeting, neighbours: RingNeighbours, largest: int, seconds
     """Seconds of a round by (messages, bytes of each)."""
 
     def call(count: int, size: int) -> Callable[[], None]:
-        return lambda: neighbours.exchange(count, size) if sends else None
+        return lambda: neighbours.send_receive(count, size) if sends else None
 
     kinds: list[Kind] = [(MANY, SMALL)]
     for size in dict.fromkeys((*SIZES, largest)):

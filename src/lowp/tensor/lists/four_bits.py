@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lowp.formats import Format
 from lowp.formats.floats import E2M1FN
+from lowp.tensor.backend import backend_of
 from lowp.tensor.lists.tracing import Statement, record
-from lowp.tensor.target import target_of
 
 BYTES, ABOUT, LOW, HIGH = "e2m1_bytes", "e2m1_about", "e2m1_low", "e2m1_high"
 OPERATIONS = (BYTES, ABOUT, LOW, HIGH)
@@ -33,7 +33,7 @@ _ANCHOR = "0f4B400000"  # 1.5 * 2^23
 
 def suits(fmt: Format, numbers: Tensor) -> bool:
     """Is what runs now being printed for CUDA, and is this the format?"""
-    return fmt == E2M1FN and target_of(numbers).assembly
+    return fmt == E2M1FN and backend_of(numbers).assembly
 
 
 def to_bytes(low: Tensor, high: Tensor, *halves: Tensor) -> Tensor:

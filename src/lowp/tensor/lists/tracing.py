@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowp.compat import TorchDispatchMode
-from lowp.tensor.target import printing, target_of
+from lowp.tensor.backend import backend_of, printing
 
 EXAMPLE = 64  # elements; any number will do
 
@@ -109,7 +109,7 @@ def shortcut(
     a program's elements take the general way where one of them needs it (parts_triton.py).
     """
     recorder = getattr(_now, "recorder", None)
-    if recorder is None or target_of(numbers).vectors == on_gpu:
+    if recorder is None or backend_of(numbers).vectors == on_gpu:
         return general()
     return recorder.shortcut(unless(), usual(), general())
 

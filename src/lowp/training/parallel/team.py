@@ -99,7 +99,7 @@ class RealTeam(Team):
         (mine,) = messages
         me, others = self.local.start, self.world - 1
         arrived = {r: mine if r == me else mine.new_empty(length) for r, length in enumerate(lengths)}
-        self._exchange(dict.fromkeys(range(self.world), mine), arrived, mine.device, "gathering activations")
+        self._send_receive(dict.fromkeys(range(self.world), mine), arrived, mine.device, "gathering activations")
         self._count(others * mine.numel(), others * 4 * counts[me])
         return list(arrived.values())
 
@@ -114,13 +114,13 @@ class RealTeam(Team):
         doing = f"sending activations from rank {source} to rank {target}"
         if message is not None:
             self._count(message.numel(), 4 * count)
-            self._exchange({target: message}, {}, message.device, doing)
+            self._send_receive({target: message}, {}, message.device, doing)
         else:
             assert room is not None, "a rank that neither sends nor receives does not take part"
-            self._exchange({}, {source: room}, room.device, doing)
+            self._send_receive({}, {source: room}, room.device, doing)
         return room
 
-    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], device: torch.device, doing: str) -> None:
+    def _send_receive(self, sends: dict[int, Tensor], receives: dict[int, Tensor], device: torch.device, doing: str) -> None:
         """Send and wait. A rank that dies meanwhile is named, as everywhere on the wire."""
         communicator = communicator_for(self._group, device)
         link = communicator.link.for_chunk()
@@ -130,7 +130,7 @@ class RealTeam(Team):
 
 
 def _messages(link: ChunkLink, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Generator[list[Pending], None, None]:
-    yield link.exchange(sends, receives)
+    yield link.send_receive(sends, receives)
 
 
 class VirtualTeam(Team):

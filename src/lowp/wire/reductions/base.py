@@ -1,6 +1,6 @@
 """What a reduction is: an order of additions, and who sends what to whom.
 
-The same order is written twice, side by side: `exchange` for one of many real ranks, as a generator that stops wherever it
+The same order is written twice, side by side: `reduce` for one of many real ranks, as a generator that stops wherever it
 waits for messages (so that several chunks can be under way at once), and `adder` for the virtual world, which is given one
 rank's numbers after the other. `Rules` does the arithmetic of both. The conformance tests compare them bit for bit.
 """
@@ -308,11 +308,11 @@ class Reduction(ABC):
         return world
 
     def steps(self, world: int) -> int | None:
-        """How often `exchange` waits, if that is the same on all ranks: it lets chunks overlap more."""
+        """How often `reduce` waits, if that is the same on all ranks: it lets chunks overlap more."""
         return None
 
     @abstractmethod
-    def exchange(self, job: ChunkJob) -> Steps:
+    def reduce(self, job: ChunkJob) -> Steps:
         """What one rank does for one chunk."""
 
     @abstractmethod

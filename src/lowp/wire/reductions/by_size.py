@@ -21,7 +21,7 @@ class BySize(Reduction):
     def of_size(self, elements: int) -> Reduction:
         return self.small if elements <= self.threshold else self.large
 
-    def exchange(self, job: ChunkJob) -> Steps:
+    def reduce(self, job: ChunkJob) -> Steps:
         raise AssertionError("BySize is resolved by of_size before it is used")
 
     def adder(self, shard: Shard, index: int | None, rules: Rules) -> Adder:

@@ -110,7 +110,7 @@ class Hierarchical(Reduction):
     def steps(self, world: int) -> int | None:
         return {"leaders": None, "gather": 3, "shards": 4}[self.variant]
 
-    def exchange(self, job: ChunkJob) -> Steps:
+    def reduce(self, job: ChunkJob) -> Steps:
         through = {"leaders": _through_leaders, "gather": _through_gather, "shards": _through_shards}[self.variant]
         yield from through(job, self._nodes(job.link.world), self.between(job.rules))
 
@@ -143,12 +143,12 @@ def _through_leaders(job: ChunkJob, nodes: list[range], between: Rules) -> Steps
     leader, shards = node[0], range(len(job.chunk.shards))
     totals = job.totals()
     if me != leader:
-        yield job.link.exchange({leader: job.write_all(shards, Stage.INSIDE)}, {})
-        yield job.link.exchange({}, {leader: totals.buffer})
+        yield job.link.send_receive({leader: job.write_all(shards, Stage.INSIDE)}, {})
+        yield job.link.send_receive({}, {leader: totals.buffer})
     else:
         received = job.room_for_ranks(shards, Stage.INSIDE, len(node))
         job.write_own(job.messages(shards, Stage.INSIDE), shards, Stage.INSIDE, received[node.index(me)])
-        yield job.link.exchange({}, dict(zip(node, received, strict=True)))
+        yield job.link.send_receive({}, dict(zip(node, received, strict=True)))
         sums = job.fold(received, shards, Stage.INSIDE, node)
         number = nodes.index(node)
 
@@ -157,7 +157,7 @@ def _through_leaders(job: ChunkJob, nodes: list[range], between: Rules) -> Steps
 
         yield from ring_sum(job.under(between), [node[0] for node in nodes], addend, totals)
         if len(node) > 1:
-            yield job.link.exchange(dict.fromkeys(node, totals.buffer), {})
+            yield job.link.send_receive(dict.fromkeys(node, totals.buffer), {})
     job.finish(totals)
 
 
@@ -168,7 +168,7 @@ def _add_inside(job: ChunkJob, node: range, shards_of: Callable[[int], list[int]
     inside = {rank: job.write_all(shards_of(rank), Stage.INSIDE) for rank in node if rank != me}
     received = job.room_for_ranks(mine, Stage.INSIDE, len(node))
     job.write_own(job.messages(mine, Stage.INSIDE), mine, Stage.INSIDE, received[node.index(me)])
-    yield job.link.exchange(inside, dict(zip(node, received, strict=True)))
+    yield job.link.send_receive(inside, dict(zip(node, received, strict=True)))
     return job.fold(received, mine, Stage.INSIDE, node)
 
 
@@ -178,7 +178,7 @@ def _hand_out(
     """Every rank of a node gives the totals of its shards to all others; then everybody has the sum of the chunk."""
     me = job.link.rank
     gathered = {rank: job.room_for(shards_of(rank), stage) for rank in node if rank != me}
-    yield job.link.exchange(dict.fromkeys(node, job.join([totals[i] for i in shards_of(me)])), gathered)
+    yield job.link.send_receive(dict.fromkeys(node, job.join([totals[i] for i in shards_of(me)])), gathered)
     whole_chunk = job.rooms(stage)
     for rank, message in gathered.items():
         totals |= job.split(message, shards_of(rank), stage)
@@ -206,7 +206,7 @@ def _through_gather(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
     shared = {rank: [j for j in shards_of(rank, node) if j in sums] for node in nodes for rank in node if node != nodes[here]}
     sends = {rank: job.join([encoded[j] for j in own]) for rank, own in shared.items() if own}
     receives = {rank: job.room_for(shared[rank], Stage.NODE) for rank in sends}
-    yield job.link.exchange(sends, receives)
+    yield job.link.send_receive(sends, receives)
     came = {rank: job.split(message, shared[rank], Stage.NODE) for rank, message in receives.items()}
     # All nodes lose the same of a total: the first one keeps it.
     last = rules if here == 0 or rules.feedback is None else replace(rules, feedback=None)
@@ -255,7 +255,7 @@ def _through_shards(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
                 sends[peer] = job.join([messages[rows(column)[sent(number)]] for column in shared])
                 rows_of[peer] = [rows(column)[wanted(number)] for column in shared]
                 receives[peer] = job.room_for(rows_of[peer], stage)
-        yield job.link.exchange(sends, receives)
+        yield job.link.send_receive(sends, receives)
         return {peer: job.split(receives[peer], rows_of[peer], stage) for peer in rows_of}
 
     encoded = {i: between.write(sums[i], job.chunk.shards[i], Stage.NODE, here, job.room_for([i], Stage.NODE)) for i in sums}

@@ -10,7 +10,7 @@ from lowp.wire.rules import Rules
 
 @dataclass(frozen=True)
 class OneShot(Reduction):
-    """One rounding and one exchange; but every rank sends its whole message to every other.
+    """One rounding, and one wait for messages; but every rank sends its whole message to every other.
 
     1. Encode this rank's numbers and send them to everybody.
     2. Decode all, one's own too, and add in `sum_format` (float32), in rank order: all ranks come to the same sum.
@@ -32,7 +32,7 @@ class OneShot(Reduction):
     def steps(self, world: int) -> int:
         return 1
 
-    def exchange(self, job: ChunkJob) -> Steps:
+    def reduce(self, job: ChunkJob) -> Steps:
         me, ranks = job.link.rank, range(job.link.world)
         received, length = job.write_to_all()
         yield job.link.share(received, [length] * len(ranks))

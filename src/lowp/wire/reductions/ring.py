@@ -22,14 +22,14 @@ def ring_sum(job: ChunkJob, members: list[int], addend: Callable[[int], Load], t
     for hop in range(1, count):
         index, coming = (mine - hop + 1) % count, (mine - hop) % count
         message = job.room(coming, Stage.PARTIAL)
-        yield job.link.exchange({following: job.write(index, Stage.PARTIAL, total, mine)}, {preceding: message})
+        yield job.link.send_receive({following: job.write(index, Stage.PARTIAL, total, mine)}, {preceding: message})
         shard = job.chunk.shards[coming]
         total = job.rules.add(job.read(message, coming, Stage.PARTIAL), addend(coming), shard, mine)
     index = (mine + 1) % count
     job.rules.write(total, job.chunk.shards[index], Stage.TOTAL, 0, totals[index])
     for hop in range(1, count):
         index = (mine - hop + 1) % count
-        yield job.link.exchange({following: totals[(index + 1) % count]}, {preceding: totals[index]})
+        yield job.link.send_receive({following: totals[(index + 1) % count]}, {preceding: totals[index]})
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Ring(Reduction):
     def steps(self, world: int) -> int:
         return 2 * (world - 1)
 
-    def exchange(self, job: ChunkJob) -> Steps:
+    def reduce(self, job: ChunkJob) -> Steps:
         def addend(index: int) -> Load:
             return job.rules.addend(job.load(index), job.chunk.shards[index], job.link.rank)
 

@@ -7,7 +7,7 @@ from lowp.wire.reductions.two_shot import TwoShot
 
 @dataclass(frozen=True)
 class Sequential(TwoShot):
-    """The two-shot exchange, but the owner rounds its sum to the wire's format after every addition, in rank order.
+    """As two_shot, but the owner rounds its sum to the wire's format after every addition, in rank order.
 
     The setting of the APS paper (and of in-network adders): s = Q(Q(Q(g0 + g1) + g2) + ...), with or without Kahan.
     """

@@ -49,7 +49,7 @@ class Tree(Reduction):
     def shards(self, world: int) -> int:
         return 1
 
-    def exchange(self, job: ChunkJob) -> Steps:
+    def reduce(self, job: ChunkJob) -> Steps:
         me, world, rules = job.link.rank, job.link.world, job.rules
         shard = job.chunk.shards[0]
         total = rules.begin(rules.addend(job.load(0), shard, me), shard, me)
@@ -57,18 +57,18 @@ class Tree(Reduction):
         while reach < world and me % (2 * reach) == 0:
             if me + reach < world:
                 message = job.room(0, Stage.PARTIAL)
-                yield job.link.exchange({}, {me + reach: message})
+                yield job.link.send_receive({}, {me + reach: message})
                 total = rules.add(total, job.read(message, 0, Stage.PARTIAL), shard, me + reach)
             reach *= 2
         totals = job.totals()
         if me == 0:
             rules.write(total, shard, Stage.TOTAL, 0, totals[0])
         else:
-            yield job.link.exchange({me - reach: job.write(0, Stage.PARTIAL, total)}, {})
-            yield job.link.exchange({}, {me - reach: totals[0]})
+            yield job.link.send_receive({me - reach: job.write(0, Stage.PARTIAL, total)}, {})
+            yield job.link.send_receive({}, {me - reach: totals[0]})
         below = {me + reach // 2**i: totals[0] for i in range(1, reach.bit_length()) if me + reach // 2**i < world}
         if below:
-            yield job.link.exchange(below, {})
+            yield job.link.send_receive(below, {})
         job.finish(totals)
 
     def adder(self, shard: Shard, index: int | None, rules: Rules) -> Stack:

@@ -44,7 +44,7 @@ class TwoShot(Reduction):
     """Every rank adds up one shard.
 
     1. Encode this rank's numbers, one message for each owner of a shard.
-    2. Exchange: every owner receives its shard from every rank.
+    2. Send and receive: every owner gets its shard from every rank.
     3. Decode and add in `sum_format` (float32), in rank order, so that the order is the same everywhere.
     4. Encode the sum once and send it to everybody. All decode the same bytes, the owner too: replicas stay identical.
 
@@ -60,10 +60,10 @@ class TwoShot(Reduction):
     def steps(self, world: int) -> int:
         return 2
 
-    def exchange(self, job: ChunkJob) -> Steps:
+    def reduce(self, job: ChunkJob) -> Steps:
         me, ranks = job.link.rank, range(job.link.world)
         rooms = job.write_to_owners()
-        yield job.link.exchange(rooms.sent, rooms.received)
+        yield job.link.send_receive(rooms.sent, rooms.received)
         shard, totals = job.chunk.shards[me], job.totals()
         job.rules.fold_to_total(rooms.rows, shard, ranks, totals[me])
         yield job.link.share(totals.rows, totals.lengths)

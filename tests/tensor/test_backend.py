@@ -1,14 +1,14 @@
-"""Which algorithm rounds: `grid.rounding_for` decides it from the format's grid and from what operations become."""
+"""Which algorithm rounds: `grid.rounding_for` decides it from the format's grid and from the backend that operations go to."""
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 from lowp.formats import FORMATS, Rounding
-from lowp.tensor import target
+from lowp.tensor import backend
+from lowp.tensor.backend import CPP, GPU_GRAPH, GRAPH, PLAIN, TRITON, TRITON_8_BITS, backend_of, printing
 from lowp.tensor.carrier import F32, F64, grid_fits, is_grid
 from lowp.tensor.grid import Algorithm, grid, rounding_for
-from lowp.tensor.target import CPP, GPU_GRAPH, GRAPH, PLAIN, TRITON, TRITON_8_BITS, printing, target_of
 
 GRIDS = [fmt for fmt in FORMATS if is_grid(fmt) and grid_fits(fmt, F32)]
 
@@ -44,12 +44,12 @@ def test_instructions_for_two_formats():
 
 def test_what_operations_become(monkeypatch):
     x = torch.zeros(3)
-    assert target_of(x) is PLAIN
+    assert backend_of(x) is PLAIN
     with printing():
-        assert target_of(x) is CPP
-        monkeypatch.setitem(target.PRINTED, "cpu", TRITON)
-        assert target_of(x) is TRITON
+        assert backend_of(x) is CPP
+        monkeypatch.setitem(backend.PRINTED, "cpu", TRITON)
+        assert backend_of(x) is TRITON
     with FakeTensorMode():  # as compilers have it
-        assert target_of(torch.zeros(3)) is GRAPH
-        assert target_of(torch.zeros(3, device="cuda")) is GPU_GRAPH
-    assert target_of(x) is PLAIN
+        assert backend_of(torch.zeros(3)) is GRAPH
+        assert backend_of(torch.zeros(3, device="cuda")) is GPU_GRAPH
+    assert backend_of(x) is PLAIN

@@ -16,7 +16,7 @@ from lowp.compat import becomes_graph
 
 
 @dataclass(frozen=True)
-class Target:
+class Backend:
     """`kernel`: a compiler, ours or the user's, records the operations. It keeps in registers what tensors are here.
     `floats`: to see the bits of a number as a float, and back, costs nothing.
     `vectors`: they become C++ of our own.
@@ -31,11 +31,11 @@ class Target:
     converts: bool = False
 
 
-PLAIN = Target()  # each operation makes a tensor: floats of 16-bit numbers would take twice the memory
-GRAPH = Target(kernel=True)  # inductor's vectors on a CPU pass through memory wherever bits are seen as floats
-GPU_GRAPH = Target(kernel=True, floats=True)
-CPP = Target(kernel=True, floats=True, vectors=True)
-TRITON = Target(kernel=True, floats=True, assembly=True)
+PLAIN = Backend()  # each operation makes a tensor: floats of 16-bit numbers would take twice the memory
+GRAPH = Backend(kernel=True)  # inductor's vectors on a CPU pass through memory wherever bits are seen as floats
+GPU_GRAPH = Backend(kernel=True, floats=True)
+CPP = Backend(kernel=True, floats=True, vectors=True)
+TRITON = Backend(kernel=True, floats=True, assembly=True)
 TRITON_8_BITS = replace(TRITON, converts=True)
 
 PRINTED = {"cpu": CPP, "cuda": TRITON}  # what our own printers make, by device
@@ -52,7 +52,7 @@ def printing() -> Iterator[None]:
         _now.printing = before
 
 
-def target_of(numbers: Tensor) -> Target:
+def backend_of(numbers: Tensor) -> Backend:
     """What operations on this tensor become."""
     device = numbers.device
     if getattr(_now, "printing", False):
