@@ -21,6 +21,12 @@ MODELS = {
 }
 
 
+PRECISIONS = {
+    "fp32": {},
+    "autocast": {"activations": "bf16"},
+    "loss scale": {"activations": "fp16", "loss_scale": "dynamic"},  # 2^16 overflows at first: recorded again
+    "pure fp16": {"weights": "fp16", "update": "stochastic", "loss_scale": "dynamic"},
+}
 APS = {"format": "e5m2", "scale": "aps", "reduction": "sequential"}
 
 
@@ -44,19 +50,21 @@ def trained(model, options, eager, steps, monkeypatch, *, ranks=1, wire=None, co
         world.leave()
 
 
-@pytest.mark.parametrize("precision", [{}, {"activations": "bf16"}], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_recorded_steps_are_the_same(model, precision, monkeypatch):
-    plain, graph = (trained(model, MODELS[model], eager, 8, monkeypatch, **precision) for eager in (1000, 3))
+    told = PRECISIONS[precision]
+    plain, graph = (trained(model, MODELS[model], eager, 12, monkeypatch, **told) for eager in (1000, 3))
     assert plain[1] == graph[1]
     assert all(torch.equal(a, b) for a, b in zip(plain[0], graph[0], strict=True))
 
 
+@pytest.mark.parametrize("precision", ["autocast", "loss scale"])
 @pytest.mark.parametrize("wire", [{}, APS], ids=["fp32", "aps"])
 @pytest.mark.parametrize("model", MODELS)
-def test_recorded_virtual_ranks_are_the_same(model, wire, monkeypatch):
+def test_recorded_virtual_ranks_are_the_same(model, wire, precision, monkeypatch):
     """Dropout too: each rank's pass draws by its own seed."""
-    told = {"ranks": 4, "wire": wire, "activations": "bf16"}
+    told = {"ranks": 4, "wire": wire, **PRECISIONS[precision]}
     plain, graph = (trained(model, MODELS[model], eager, 5, monkeypatch, **told) for eager in (1000, 3))
     assert plain[1] == graph[1]
     assert all(torch.equal(a, b) for a, b in zip(plain[0], graph[0], strict=True))

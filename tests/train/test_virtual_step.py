@@ -124,7 +124,7 @@ class ReplayedOnCpu:
         self._batch = self._gradients = None
         self.launches = 0
 
-    def run(self, inputs, targets) -> bool:
+    def run(self, inputs, targets, number=None) -> bool:
         if self._batch is None:
             self._batch = inputs.clone(), targets.clone()
         for place, new in zip(self._batch, (inputs, targets), strict=True):
@@ -146,7 +146,13 @@ class ReplayedOnCpu:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(
-    "wire", [[], ["wire.format=e5m2", "wire.scale=aps", "wire.reduction=sequential"], ["wire.format=e5m2"]]
+    "wire",
+    [
+        [],
+        ["wire.format=e5m2", "wire.scale=aps", "wire.reduction=sequential"],
+        ["wire.format=e5m2"],
+        ["precision.loss_scale=dynamic"],
+    ],
 )
 def test_ranks_that_share_a_graph_keep_their_gradients_and_figures(ranks, wire):
     """A launch writes to where the last one did: the ranks' gradients and figures must be taken before the next one."""

@@ -124,6 +124,11 @@ class LossScale:
             self._layers.check_uses(loss)
         return TimesPowerOfTwo.apply(loss, self.value, 0)  # type: ignore[return-value]
 
+    def mark_scaled(self) -> None:
+        """Say that a loss was scaled by a pass that Python does not see: a CUDA graph in which `scale` was recorded. The graph
+        multiplies by the `value` of that time; record it again where that has changed. Not with "per_layer"."""
+        self._loss_scaled = True
+
     def step(self, *optimizers: Any) -> bool:
         """Step the optimizers with unscaled gradients, unless one gradient of one of them is not finite on some rank.
 

@@ -103,10 +103,11 @@ class BlockProgram:
     @property
     def suits_about(self) -> bool:
         """Are there `scale_about` and `inverse_about`?"""
-        return self.fmt.tensor_scale and self.saturate and self.nan == "any" and self._scale_grid.suits_addition
+        return self.fmt.tensor_scale and self.saturate and self.nan == "any" and self.scale_grid.suits_addition
 
     @cached_property
-    def _scale_grid(self) -> grids.Grid:
+    def scale_grid(self) -> grids.Grid:
+        """Of codes of scales that are no powers of two, on float32 bits."""
         return grids.grid(self.fmt.scale, F32, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
 
     def scale_about(self, largest: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,7 @@ class BlockProgram:
         Two products, and a reciprocal of 22 bits or more: the quotient has a relative error of less than 2^-20.
         """
         quotient = largest * torch.reciprocal(tensor_scale * self.fmt.element.max)
-        code, unsure = grids.encode_about(quotient.view(torch.int32), self._scale_grid)
+        code, unsure = grids.encode_about(quotient.view(torch.int32), self.scale_grid)
         return code.clamp(min=1), unsure
 
     def inverse_about(self, code: Tensor, tensor_scale: Tensor) -> Tensor:
@@ -174,6 +175,12 @@ class BlockProgram:
         magnitude, sign = bits & own.magnitude, bits & _SIGN
         # What is not finite comes from x's own bits: a GPU's product or conversion would lose NaN's sign.
         nan = magnitude >= own.infinity if self._loses_infinity else magnitude > own.infinity
+        saturating = grids.grid(self.fmt.element, F32, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
+        if grids.converts(number, saturating):  # such a format has NaN; a code has its sign in its first bit
+            code, sign = grids.encode(number.view(torch.int32), saturating, None, "any"), (bits >> 31) & 0x80
+            if not self.saturate:
+                code = torch.where(magnitude == own.infinity, sign | self.element_grid.infinity_code, code)
+            return torch.where(nan, sign | saturating.nan_code, code)
         number = torch.where(nan, sign | _NAN, number.view(torch.int32))
         if not self.saturate and not self._loses_infinity:
             number = torch.where(magnitude == own.infinity, sign | F32.infinity, number)

@@ -2,7 +2,8 @@
 
 A stage is a traced function of stored bits: of a tensor (`tensor_scale_of`), of each block (`block_scale_of`, `unit_of`) or of
 each element (`element_of`, `value_of`). The loops around them are printed in C++ (lists/blocks.py) or in Triton
-(lists/triton_blocks.py). Stochastic rounding has one more: `settled` is for elements that `element_of` is in doubt about.
+(lists/triton_blocks.py). Two kinds have more stages, for elements that `element_of` is in doubt about: stochastic rounding
+(`settled`), and quotients in float32 on a GPU (`exact_scale_of`, `exact_element_of`).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lowp.tensor import block_draws, block_steps
+from lowp.tensor import block_draws, block_quotients, block_steps
 from lowp.tensor.block_programs import BlockProgram
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import code_storage
@@ -43,8 +44,13 @@ class BlockOperation:
     def scale_storage(self) -> torch.dtype:
         return code_storage(self.program.fmt.scale)
 
-    def stages(self, device: torch.device) -> dict[str, Program]:
-        """The functions, traced for a device."""
+    @property
+    def by_quotients(self) -> bool:
+        """On a GPU: are blocks computed by block_quotients.py, and those with a doubt again?"""
+        return self.kind != "decode" and not self.stochastic and block_quotients.suits(self.program)
+
+    def stages(self, device: torch.device, on_gpu: bool) -> dict[str, Program]:
+        """The functions, traced on a device, for C++ or for a GPU."""
 
         def stage(function: Callable[..., Sequence[Tensor]], *dtypes: torch.dtype, keys: int = 0) -> Program:
             def call(*arguments: Tensor) -> Sequence[Tensor]:
@@ -56,7 +62,7 @@ class BlockOperation:
         # Numbers in units that are powers of two take fewer operations as floats, unless codes are made of them.
         narrow = self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and self.kind == "decode")
         in_floats = self.program.fmt.power_of_two_scale and not narrow and self.kind != "encode"
-        by_steps = device.type == "cpu" and block_steps.suits(self.program.fmt) and not in_floats
+        by_steps = not on_gpu and block_steps.suits(self.program.fmt) and not in_floats
         rounds_once = by_steps and self.kind == "decode" and self.dtype == torch.float32 and bool(whole)
         by_products = rounds_once and self.program.exact_in_float32
         if self.stochastic:
@@ -88,9 +94,35 @@ class BlockOperation:
             "block_scale_of": of_blocks,
             "element_of": stage(element, self.storage, *(v.dtype for v in of_blocks.results[2:])),
         }
+        if on_gpu and self.by_quotients:
+            found = self._quotient_stages(stage, found)
         if self.program.fmt.tensor_scale:
             found["tensor_scale_of"] = stage(self._tensor_scale_of, torch.int32)
         return found
+
+    def _quotient_stages(self, stage: Callable[..., Program], exact: dict[str, Program]) -> dict[str, Program]:
+        """What blocks carry: which of them are in doubt, and what their elements need."""
+        program = self.program
+
+        def block_scale_of(finite: Tensor, largest: Tensor, whole: Tensor) -> list[Tensor]:
+            code, *carried = block_quotients.scale(program, self._as_float32(finite), whole)
+            return [*self._marked(code, largest), *carried]
+
+        def element_of(stored: Tensor, own: Tensor, inverse: Tensor, whole: Tensor) -> list[Tensor]:
+            x = stored.view(self.dtype)
+            if self.kind == "quantize":
+                value, unsure = block_quotients.rounded(program, x, own, inverse, whole)
+                return [value.view(self.storage), unsure]
+            code, unsure = block_quotients.code(program, x, inverse)
+            return [code.to(self.element_storage), unsure]
+
+        floats = [torch.float32] * 3
+        return {
+            "block_scale_of": stage(block_scale_of, torch.int32, torch.int32, torch.float32),
+            "element_of": stage(element_of, self.storage, *floats),
+            "exact_scale_of": exact["block_scale_of"],
+            "exact_element_of": exact["element_of"],
+        }
 
     def _stochastic_stages(self, stage: Callable[..., Program], whole: list[torch.dtype], by_steps: bool) -> dict[str, Program]:
         """The code of the block's scale is carried first: for those that are in doubt."""
@@ -150,10 +182,14 @@ class BlockOperation:
                 lambda: program.scale_about(size, *whole)[1],
                 finite,
             )
+        return *self._marked(code, largest), code
+
+    def _marked(self, code: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes that are stored of blocks' scales, and which blocks are all NaN."""
         poisoned = torch.zeros_like(code, dtype=torch.bool)
-        if program.can_poison:
-            poisoned = program.is_poisoned(self._as_float32(largest).view(torch.int32))
-        return program.poisoned_code(code, poisoned).to(self.scale_storage), poisoned, code
+        if self.program.can_poison:
+            poisoned = self.program.is_poisoned(self._as_float32(largest).view(torch.int32))
+        return self.program.poisoned_code(code, poisoned).to(self.scale_storage), poisoned
 
     # What blocks hand to their elements: the unit and its inverse, or where few elements exist, all steps between them.
 

@@ -24,14 +24,17 @@ from lowp.tensor.table import bits_of_number
 _HALF = 12  # bits of float32's 24
 
 
-def suits(fmt: BlockFormat) -> bool:
-    """At most eight magnitudes, signs and no special value; products of few bits; scales that are powers of two, or a scale for
-    the tensor beside them."""
+def few_elements(fmt: BlockFormat) -> bool:
+    """At most eight magnitudes, signs and no special value; products of few bits."""
     element = fmt.element
     plain = isinstance(element, FloatFormat) and element.has_negative_zero and not element.has_inf and not element.has_nan
     few_bits = significant_bits(element) + 1 + significant_bits(fmt.scale) <= _HALF
-    scaled = fmt.tensor_scale or fmt.power_of_two_scale
-    return plain and element.bits <= 4 and few_bits and scaled and not fmt.scale.has_inf
+    return plain and element.bits <= 4 and few_bits and not fmt.scale.has_inf
+
+
+def suits(fmt: BlockFormat) -> bool:
+    """Few elements, and scales that are powers of two, or a scale for the tensor beside them."""
+    return few_elements(fmt) and (fmt.tensor_scale or fmt.power_of_two_scale)
 
 
 def lowest_whole(fmt: BlockFormat) -> float:
@@ -45,7 +48,7 @@ def _magnitudes(fmt: BlockFormat) -> list[float]:
     return [value for value in fmt.element.values if value >= 0]
 
 
-def _product(number: float, scale: Tensor, whole: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+def product(number: float | Tensor, scale: Tensor, whole: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """number * scale * whole, rounded to float32, and by how much the exact product exceeds that (None: it is exact)."""
     exact = scale * number
     if not whole:
@@ -64,7 +67,7 @@ def steps(fmt: BlockFormat, scale: Tensor, whole: Sequence[Tensor], dtype: torch
     """
     found, own = [], CARRIERS[dtype]
     for rank, (low, high) in enumerate(pairwise(_magnitudes(fmt)), 1):
-        near, error = _product((low + high) / 2, scale, whole)
+        near, error = product((low + high) / 2, scale, whole)
         even = rank % 2 == 0
         over = int(even) if error is None else (error <= 0 if even else error < 0).to(torch.int32)
         step = near.view(torch.int32) - over
@@ -85,20 +88,26 @@ def multiples(fmt: BlockFormat, scale: Tensor, whole: Sequence[Tensor], dtype: t
     """
     found, own = [], CARRIERS[dtype]
     for number in _magnitudes(fmt)[1:]:
-        near, error = _product(number, scale, whole)
-        if dtype != torch.float32 and error is not None:
-            over = (error < 0).to(torch.int32)
-            inexact = over | (error > 0).to(torch.int32)  # not where the product is infinite, and its error NaN
-            near = (near.view(torch.int32) - over | inexact).view(torch.float32)
+        near, error = product(number, scale, whole)
+        near = near if dtype == torch.float32 else to_odd(near, error)
         found.append(near.to(dtype).view(own.storage))
     return found
+
+
+def to_odd(near: Tensor, error: Tensor | None) -> Tensor:
+    """Positive products rounded to odd, from what `product` gives."""
+    if error is None:
+        return near
+    over = (error < 0).to(torch.int32)
+    inexact = over | (error > 0).to(torch.int32)  # not where the product is infinite, and its error NaN
+    return (near.view(torch.int32) - over | inexact).view(torch.float32)
 
 
 def foreign_multiples(fmt: BlockFormat, scale: Tensor, whole: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The same for any scale, that other programs wrote, and zero's multiple first: NaN has no sign, and zero may be NaN."""
     own = CARRIERS[dtype]
     size, negative = scale.abs(), scale.view(torch.int32) < 0
-    zero = _product(0.0, size, whole)[0]
+    zero = product(0.0, size, whole)[0]
     products = [zero.to(dtype).view(own.storage), *multiples(fmt, size, whole, dtype)]
     found = []
     for bits in products:
@@ -112,27 +121,33 @@ def _ranks(fmt: BlockFormat) -> range:
 
 
 def code(program: BlockProgram, x: Tensor, steps: Sequence[Tensor]) -> Tensor:
-    """The codes of elements, in x's integers."""
+    """The codes of elements, in x's integers. (NaN exceeds every step.)"""
+    stored, magnitude = x.view(CARRIERS[x.dtype].storage), _magnitude(x)
+    rank = _chosen(magnitude, steps, [torch.full_like(stored, rank) for rank in _ranks(program.fmt)[1:]])
+    return signed_code(program, x, rank)
+
+
+def signed_code(program: BlockProgram, x: Tensor, rank: Tensor) -> Tensor:
+    """The codes of x, given those of its magnitudes: for NaN, of the largest."""
     own, stored = CARRIERS[x.dtype], x.view(CARRIERS[x.dtype].storage)
     magnitude = stored & own.magnitude
-    code = _chosen(magnitude, steps, [torch.full_like(stored, rank) for rank in _ranks(program.fmt)[1:]])
-    code = code | ((stored >> (own.storage.itemsize * 8 - 1)) & (1 << program.fmt.element.bits - 1))
+    code = rank | ((stored >> (own.storage.itemsize * 8 - 1)) & (1 << program.fmt.element.bits - 1))
     if program.nan == "saturate":
-        return code  # NaN exceeds every step
+        return code
     nan = magnitude > own.infinity if program.saturate else magnitude >= own.infinity
     return torch.where(nan, torch.zeros_like(code), code)
 
 
 def rounded(program: BlockProgram, x: Tensor, steps: Sequence[Tensor], multiples: Sequence[Tensor]) -> Tensor:
     """What `quantize` returns, in a block that is not poisoned."""
-    return _with_sign(program, x, _chosen(_magnitude(x), steps, multiples))
+    return with_sign(program, x, _chosen(_magnitude(x), steps, multiples))
 
 
 def value_of(program: BlockProgram, x: Tensor, element: Tensor, multiples: Sequence[Tensor]) -> Tensor:
     """The same, given the finite elements as float32 numbers with the sign of x: their magnitudes select a multiple."""
     size = element.view(torch.int32) & F32.magnitude
     rank = [torch.full_like(size, bits_of_number(number, F32) - 1) for number in _magnitudes(program.fmt)[1:]]
-    return _with_sign(program, x, _chosen(size, rank, multiples))
+    return with_sign(program, x, _chosen(size, rank, multiples))
 
 
 def _magnitude(x: Tensor) -> Tensor:
@@ -140,7 +155,7 @@ def _magnitude(x: Tensor) -> Tensor:
     return x.view(own.storage) & own.magnitude
 
 
-def _with_sign(program: BlockProgram, x: Tensor, value: Tensor) -> Tensor:
+def with_sign(program: BlockProgram, x: Tensor, value: Tensor) -> Tensor:
     own, stored, magnitude = CARRIERS[x.dtype], x.view(CARRIERS[x.dtype].storage), _magnitude(x)
     nan = magnitude > own.infinity if program.saturate else magnitude >= own.infinity
     return (torch.where(nan, torch.full_like(stored, own.nan), value) | (stored & own.sign)).view(x.dtype)

@@ -178,6 +178,11 @@ def rounding_for(g: Grid, backend: Backend) -> Algorithm:
     return Algorithm.SUM if g.suits_addition else Algorithm.CUT
 
 
+def converts(numbers: Tensor, g: Grid) -> bool:
+    """Does an instruction encode to this grid? (What is too large becomes the largest value.)"""
+    return g.overflow_code == g.max_code and rounding_for(g, backend_of(numbers)) is Algorithm.CONVERSION
+
+
 def _conversion(g: Grid) -> torch.dtype | None:
     return None if g.fixed else _CONVERTED.get((g.bits, g.mantissa_bits, g.lowest_field, g.max_code))
 
@@ -277,7 +282,7 @@ def encode(bits: Tensor, g: Grid, noise: Tensor | None, nan_to: str) -> Tensor:
     becomes.
     """
     c, how = g.carrier, rounding_for(g, backend_of(bits))
-    if how is Algorithm.CONVERSION and nan_to == "any" and g.overflow_code == g.max_code:
+    if nan_to == "any" and converts(bits, g):
         dtype = _conversion(g)
         assert dtype is not None
         return bits.view(torch.float32).to(dtype).view(torch.int8).to(c.compute)
@@ -364,17 +369,32 @@ def _large(magnitude: Tensor, g: Grid) -> tuple[Tensor, Tensor | int]:
     return binade + (g.dropped << c.fraction_bits), 0 if g.fixed else _codes_below(binade, g)
 
 
-def encode_about(bits: Tensor, g: Grid) -> tuple[Tensor, Tensor]:
-    """The codes of numbers that are known with a relative error of 2^-20, and which of these are in doubt.
+def encode_about(bits: Tensor, g: Grid, tolerance: float = 2.0**-18) -> tuple[Tensor, Tensor]:
+    """The codes of numbers that are known with a relative error of half the tolerance, and which are in doubt: those
+    of numbers that round to others where they are larger or smaller by the tolerance. (The products with 1 - t and 1 + t are
+    rounded themselves.)
 
     For floats that saturate, to nearest, where the grid `suits_addition`. What becomes of NaN does not matter.
     """
+    large, below, low, high = _sums_about(bits & g.carrier.magnitude, g, tolerance)
+    return (high - large + below) | (_sign_of(bits) & (1 << (g.bits - 1))), high > low
+
+
+def nearest_about(x: Tensor, g: Grid, tolerance: float) -> tuple[Tensor, Tensor]:
+    """The same of positive numbers, as numbers."""
     c = g.carrier
-    magnitude = (bits & c.magnitude).clamp(max=g.max_bits)
+    large, _, low, high = _sums_about(x.view(c.storage) & c.magnitude, g, tolerance)
+    return high.view(c.dtype) - large.view(c.dtype), high > low
+
+
+def _sums_about(magnitude: Tensor, g: Grid, tolerance: float) -> tuple[Tensor, Tensor | int, Tensor, Tensor]:
+    """`_large` of magnitudes, and the bits of its sums with the least and the greatest that each may stand for."""
+    c = g.carrier
+    magnitude = magnitude.clamp(max=g.max_bits)
     large, below = _large(magnitude, g)
     number, anchor = magnitude.view(c.dtype), large.view(c.dtype)
-    low, high = ((number * factor + anchor).view(c.storage) for factor in (1 - 2.0**-18, 1 + 2.0**-18))
-    return (high - large + below) | (_sign_of(bits) & (1 << (g.bits - 1))), high > low
+    low, high = ((number * factor + anchor).view(c.storage) for factor in (1 - tolerance, 1 + tolerance))
+    return large, below, low, high
 
 
 def _in_steps(magnitude: Tensor, g: Grid) -> tuple[Tensor, Tensor]:

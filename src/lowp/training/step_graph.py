@@ -15,12 +15,13 @@ Random numbers: what a graph draws follows the generator's seed at its launch, a
 A compiled model (`model.compile`) is compiled in the steps before, and what it launches is recorded like anything else.
 
 The code of a model runs once, while it is recorded. What it decides in Python is decided for all steps. So only models of this
-package are recorded (`MODELS`), none of a user's.
+package are recorded (`MODELS`), none of a user's. A number that the pass takes from Python and that may change (the loss scale)
+is told to `run`: where it has changed, the pass is recorded again.
 """
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +38,18 @@ class StepGraph:
         self._backward, self._parameters = backward, parameters
         self._seen = 0
         self._failed = False
+        self._number: Hashable = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batch: tuple[Tensor, Tensor] | None = None
         self._gradients: list[Tensor | None] = []
 
-    def run(self, inputs: Tensor, targets: Tensor) -> bool:
-        """Take the pass over this batch. False: nothing was done, and it must be taken without a graph."""
+    def run(self, inputs: Tensor, targets: Tensor, number: Hashable = None) -> bool:
+        """Take the pass over this batch; `number` is what the pass takes from Python. False: nothing was done, and it must be
+        taken without a graph."""
         if self._failed:
             return False
+        if number != self._number:
+            self._number, self._graph, self._seen = number, None, 0
         if self._graph is None:
             self._seen += 1
             if self._seen <= EAGER_STEPS or not self._record(inputs, targets):

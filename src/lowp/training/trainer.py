@@ -80,7 +80,7 @@ class Trainer:
         self.clock = StepClock(device)
         self._answers_later = device.type in ANSWER_LATER and self._may_answer_later()
         self._update = self._make_update()
-        self._graph = StepGraph(self._recorded, [*self.parameters.values()]) if self._may_be_recorded() else None
+        self._graph = self._make_graph()
         buffers = BufferCopies(self.model)  # before the steps of even and of odd numbers
         self._buffers_before = buffers, BufferCopies(self.model) if self._answers_later else buffers
 
@@ -139,24 +139,31 @@ class Trainer:
         """Is a rank's pass the same launches every time? Not where the host decides something in it, or looks at it; nor where
         buckets travel while it goes on, as those of real ranks do."""
         recipe, one_process = self.recipe, isinstance(self.exchange, (NoExchange, VirtualRanks)) and self.placement is None
-        steady = self.loss_scale is None and self.numerics.simulation is None and self._filter is None
+        by_layer = self.loss_scale is not None and self.loss_scale.kind == "per_layer"  # its exponents change in every step
+        steady = not by_layer and self.numerics.simulation is None and self._filter is None
         ours = recipe.model.name in MODELS and recipe.micro_batches == 1 and not recipe.log.health
         return self.world.device.type == "cuda" and one_process and steady and ours
+
+    def _make_graph(self) -> StepGraph | None:
+        return StepGraph(self._recorded, [*self.parameters.values()]) if self._may_be_recorded() else None
 
     def _recorded(self, inputs: Tensor, targets: Tensor) -> None:
         """A pass as the graph holds it. Of one rank, figures are added in it too: two launches fewer."""
         with self._autocast():
             logits = self._outputs(inputs)
             loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
-        loss.backward()
+        self._scaled(loss).backward()
         self._metrics.record(loss.detach(), logits.detach(), targets)
         if len(self.exchange.ranks) == 1:
             self._metrics.add_recorded(0)
 
     def _launched(self, inputs: Tensor, targets: Tensor, rank: int) -> bool:
         """Take a pass by the graph. False: there is none, and nothing was done."""
-        if self._graph is None or not self._graph.run(inputs, targets):
+        scale = self.loss_scale
+        if self._graph is None or not self._graph.run(inputs, targets, None if scale is None else scale.value):
             return False
+        if scale is not None:
+            scale.mark_scaled()
         if len(self.exchange.ranks) > 1:
             self._metrics.add_recorded(rank)
             self._graph.own_gradients()
@@ -381,6 +388,7 @@ class Trainer:
         self.numerics.load_state_of_ranks(mine)
         self.exchange.load_state_of_rank(of_ranks)
         self._update = self._make_update()
+        self._graph = self._make_graph()
         self._feed.forget()
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ class _BlockSource:
     def __init__(self, operation: BlockOperation) -> None:
         self.operation = operation
         self.printer = Printer()
-        self.stages = operation.stages(torch.device("cpu"))
+        self.stages = operation.stages(torch.device("cpu"), on_gpu=False)
         if operation.stochastic:
             self.stages["element_of"] = in_words(self.stages["element_of"], range(KEY_SIZE - 1))
         # What is done once a block may be in vectors that pass through memory.

@@ -2,8 +2,8 @@
 
 The arithmetic is traced (block_stages.py) and printed as functions; what stands around it is written here: where blocks lie,
 the largest number of each, and codes of less than 8 bits packed in `lowp.pack`'s order. Formats with a scale for the whole
-tensor have another launch before it that looks at all numbers; what it finds stays on the device. Where stochastic rounding is
-in doubt about an element, its program works on its blocks again, some at a time, in integers.
+tensor have another launch before it that looks at all numbers; what it finds stays on the device. Where rounding is in doubt
+about an element (stochastic rounding, quotients in float32), its program works on its blocks again, some at a time, exactly.
 """
 
 from collections.abc import Callable
@@ -104,7 +104,8 @@ def source(operation: BlockOperation, device: torch.device) -> str:
     fmt = operation.program.fmt
     width, bits = _width(fmt.size), fmt.element.bits
     lines = [_HEAD]
-    stages = operation.stages(device)
+    stages = operation.stages(device, on_gpu=True)
+    doubts = operation.stochastic or operation.by_quotients
     for name, program in stages.items():
         lines += _function(name, program)
     keys = [f"n{i}" for i in range(KEY_SIZE)] if operation.stochastic else []
@@ -134,7 +135,7 @@ def source(operation: BlockOperation, device: torch.device) -> str:
             "    index = first[:, None].to(tl.int32) + lane[None, :] * apart",
         ]
     lines += ["    " + line for line in (_decode(operation) if operation.kind == "decode" else _encode(operation, stages))]
-    lines += ["    return doubt"] if keys else []
+    lines += ["    return doubt"] if doubts else []
     in_memory = "key, KEY_IN_MEMORY: tl.constexpr, " if keys else ""
     call = f"tile(block, {', '.join(plain + drawn)}, EVEN, BLOCKS, False)"
     lines += [
@@ -145,10 +146,10 @@ def source(operation: BlockOperation, device: torch.device) -> str:
         *(["    if KEY_IN_MEMORY:"] if keys else []),
         *(f"        {name} = tl.load(key + {i})" for i, name in enumerate(keys)),
         "    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)",
-        *([f"    {call}"] if not keys else []),
+        *([f"    {call}"] if not doubts else []),
     ]
-    if keys:  # one element a thread: what is done rarely should be short
-        few = max(1, _TILE // _EACH // width)
+    if doubts:  # few elements a thread: what is done rarely should be short
+        few = max(1, _TILE // (_EACH if keys else 4) // width)
         lines += [
             f"    doubt = {call}",
             "    if doubt > 0:",
@@ -202,22 +203,7 @@ def _encode(operation: BlockOperation, stages: dict[str, Program]) -> list[str]:
         f"finite = tl.max(tl.where(magnitude < {own.infinity}, magnitude, 0), axis=1)",
     ]
     lines += ["tensor_scale = tensor_scale_of(tl.load(most))"] if whole else []
-    carried = [f"own{i}" for i in range(len(stages["block_scale_of"].results) - 2)]
-    lines += [f"code, poisoned, {', '.join(carried)} = block_scale_of(finite, tl.max(magnitude, axis=1){whole})"]
-    arguments = [f"{name}[:, None]" for name in carried[operation.stochastic :]]  # the first is for what is in doubt
-    if operation.stochastic:
-        more = {name: ", ".join(_of_noise(stages[name])) for name in ("element_of", "settled")}
-        lines += [
-            "doubt = 0",
-            "if SETTLES:",
-            f"    result = settled(stored, {carried[0]}[:, None]{whole}, {more['settled']})",
-            "else:",
-            f"    result, unsure = element_of(stored, {', '.join(arguments)}, {more['element_of']})",
-            "    doubt = tl.max(tl.max((unsure & inside).to(tl.int32), axis=1), axis=0)",
-            "    there, inside = there & (doubt == 0), inside & (doubt == 0)",
-        ]
-    else:
-        lines += [f"result = element_of(stored, {', '.join(arguments)})"]
+    lines += _rounded(operation, stages, whole)
     if operation.kind == "quantize":
         nan = f"tl.full([], {own.nan}, {triton.TYPES[operation.storage]})"
         lines += [f"result = tl.where(poisoned[:, None], {nan}, result)"] if poisons else []
@@ -225,8 +211,43 @@ def _encode(operation: BlockOperation, stages: dict[str, Program]) -> list[str]:
     lines += ["tl.store(scales + block, code, mask=there)"]
     lines += ["if tl.program_id(0) == 0:", "    tl.store(whole, tensor_scale)"] if whole else []
     return lines + (
-        [*_places(operation), *_pack(operation)] if operation.packed else ["tl.store(elements + place, result, mask=inside)"]
+        [*_places(operation), *_pack(operation)]
+        if operation.packed
+        else [f"tl.store(elements + {_code_place(operation)}, result, mask=inside)"]
     )
+
+
+def _code_place(operation: BlockOperation) -> str:
+    """Where codes lie that are not packed. Triton would give a thread as many neighbours as make 16 bytes of codes; their
+    numbers are then read with gaps between threads. So it is told of no more than make 16 bytes of numbers."""
+    return f"tl.max_contiguous(place, [1, {16 // operation.storage.itemsize}])"
+
+
+def _rounded(operation: BlockOperation, stages: dict[str, Program], whole: str) -> list[str]:
+    """The scale of each block, and what its elements are rounded to; `doubt`, where there may be one, and then nothing is
+    stored."""
+
+    def scale_of(stage: str) -> tuple[list[str], str]:
+        carried = [f"own{i}" for i in range(len(stages[stage].results) - 2)]
+        return carried, f"code, poisoned, {', '.join(carried)} = {stage}(finite, tl.max(magnitude, axis=1){whole})"
+
+    carried, block_scale = scale_of("block_scale_of")
+    of_blocks = [f"{name}[:, None]" for name in carried]
+    if not (operation.stochastic or operation.by_quotients):
+        return [block_scale, f"result = element_of(stored, {', '.join(of_blocks)})"]
+    unsure = "tl.max(tl.max((unsure & inside).to(tl.int32), axis=1), axis=0)"
+    if operation.stochastic:  # the first of what is carried is for what is in doubt
+        more = {name: ", ".join(_of_noise(stages[name])) for name in ("element_of", "settled")}
+        before, settled = [block_scale], [f"result = settled(stored, {of_blocks[0]}{whole}, {more['settled']})"]
+        usual = [f"result, unsure = element_of(stored, {', '.join(of_blocks[1:])}, {more['element_of']})", f"doubt = {unsure}"]
+    else:  # the first says which blocks are in doubt
+        exactly, exact_scale = scale_of("exact_scale_of")
+        before, settled = [], [exact_scale, f"result = exact_element_of(stored, {', '.join(f'{n}[:, None]' for n in exactly)})"]
+        usual = [block_scale, f"result, unsure = element_of(stored, {', '.join(of_blocks[1:])}{whole})"]
+        usual += [f"doubt = tl.maximum({unsure}, tl.max(({carried[0]} & there).to(tl.int32), axis=0))"]
+    usual += ["there, inside = there & (doubt == 0), inside & (doubt == 0)"]
+    branches = ["if SETTLES:", *("    " + line for line in settled), "else:", *("    " + line for line in usual)]
+    return [*before, "doubt = 0", *branches]
 
 
 def _decode(operation: BlockOperation) -> list[str]:
@@ -236,7 +257,7 @@ def _decode(operation: BlockOperation) -> list[str]:
         *(
             [*_places(operation), *_unpack(operation)]
             if operation.packed
-            else ["codes = tl.load(elements + place, mask=inside, other=0)"]
+            else [f"codes = tl.load(elements + {_code_place(operation)}, mask=inside, other=0)"]
         ),
         "tl.store(numbers + place, value_of(codes, unit[:, None]), mask=inside)",
     ]

@@ -1,0 +1,52 @@
+"""When a pass is recorded, and when it is recorded again. (What graphs compute: tests/gpu/test_step_graph_cuda.py.)"""
+
+import torch
+
+from lowp.optim.loss_scale import LossScale
+from lowp.training.step_graph import EAGER_STEPS, StepGraph
+
+
+class Replays:
+    """Stands for a CUDA graph."""
+
+    def __init__(self):
+        self.launched = 0
+
+    def replay(self):
+        self.launched += 1
+
+
+def graph_that_records(monkeypatch):
+    recorded = []
+
+    def record(self, inputs, targets):
+        self._batch, self._gradients, self._graph = (inputs.clone(), targets.clone()), [], Replays()
+        recorded.append(self._number)
+        return True
+
+    monkeypatch.setattr(StepGraph, "_record", record)
+    return StepGraph(lambda inputs, targets: None, []), recorded
+
+
+def test_a_pass_is_recorded_again_where_a_number_of_it_changes(monkeypatch):
+    graph, recorded = graph_that_records(monkeypatch)
+    x, y = torch.randn(4, 2), torch.zeros(4)
+
+    def launched(number, steps):
+        return [graph.run(x, y, number) for _ in range(steps)]
+
+    assert launched(65536.0, EAGER_STEPS + 2) == [False] * EAGER_STEPS + [True] * 2
+    assert launched(32768.0, EAGER_STEPS + 2) == [False] * EAGER_STEPS + [True] * 2
+    assert recorded == [65536.0, 32768.0]
+    assert not graph.run(x[:2], y[:2], 32768.0)  # another batch size: without the graph
+    assert graph.run(x, y, 32768.0)
+    assert graph._graph.launched == 3
+
+
+def test_a_loss_that_was_scaled_in_a_graph_counts():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, scale = torch.optim.SGD([weight], lr=0.5), LossScale(8.0)
+    weight.grad = torch.full((3,), 8.0)
+    scale.mark_scaled()
+    assert scale.step(optimizer)
+    assert torch.equal(weight.detach(), torch.full((3,), 0.5))
