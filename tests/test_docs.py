@@ -115,6 +115,26 @@ def test_keys_in_docstrings_are_there():
     assert unknown_keys("lowp train fp32 --set data.path=/data --set wire.layers.last=fp16") == ["data.path"]
 
 
+STEP = re.compile(r"`((?:\w+/)*\w+\.py): (\w+)(?:\.(\w+))?`")
+
+
+def test_names_in_files_that_design_sends_readers_to_are_there():
+    """`file.py: name` or `file.py: Class.method`, of the wire."""
+    steps = STEP.findall((ROOT / "docs/DESIGN.md").read_text())
+    for file, name, method in steps:
+        defined = {node.name: node for node in ast.parse((SOURCE / "wire" / file).read_text()).body if hasattr(node, "name")}
+        assert name in defined, (file, name)
+        assert not method or method in {getattr(node, "name", "") for node in defined[name].body}, (file, name, method)
+    assert len(steps) > 20
+
+
+def test_design_names_every_module_of_tensor_and_wire():
+    design = (ROOT / "docs/DESIGN.md").read_text()
+    modules = [path for folder in ("tensor", "wire") for path in (SOURCE / folder).rglob("*.py")]
+    ours = [path for path in modules if path.name != "__init__.py" and path.parent.name != "reductions"]
+    assert [path.name for path in ours if not re.search(rf"[`/]{path.name}", design)] == []
+
+
 def test_the_test_finds_names():
     """Or it would pass on everything."""
     assert len(named(ROOT / "docs" / "DESIGN.md")) > 60

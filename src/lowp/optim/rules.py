@@ -2,7 +2,7 @@
 
 A rule is a frozen description with one function, `direction`, written in additions, multiplications, divisions and square roots
 only, each rounded by itself: so a CPU and a GPU compute the same bits. It runs inside a kernel, in registers, and on whole
-tensors (`Optimizer.intended_update`). How weights and states are rounded afterwards is no business of a rule's: see
+tensors (`Optimizer.intended_update`). How weights and states are rounded afterwards is not part of a rule: see
 rounding.py.
 
 `s` are the call's scalars, in the order of `scalars`. Norms, for LARS and LAMB, come as a `Norms`.

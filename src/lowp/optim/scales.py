@@ -137,7 +137,7 @@ def _function(layout: Layout, write: dict[str, bool]) -> ListFunction:
         targets[:] = list(results)
         return list(results.values())
 
-    with without_dispatch_modes():  # what it writes is found out once, and no business of an audit's
+    with without_dispatch_modes():  # what it writes is found out once, and does not concern an audit
         example = [torch.ones(1, 4, dtype=e.dtype) for e in columns.elements]
         function(*example, torch.ones(0), torch.ones(count), ())
     return ListFunction(function, columns.elements, tuple(targets), 0, count, aside="skip" if write["close"] else "")

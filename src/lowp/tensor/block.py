@@ -99,7 +99,7 @@ class _Cut:
 
 
 def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool, axis: int, eager: bool) -> Tensor:
-    """Round to the format, in x's dtype. `eager`: nobody has to see the operations, kernels and pieces of x will do."""
+    """Round to the format, in x's dtype. `eager`: nothing has to see the operations: kernels and pieces of x will do."""
     _Cut.of(x.shape, axis, fmt.size)
     if eager and (done := block_kernels.quantize(x, fmt, rounding, noise, saturate, axis)) is not None:
         return done

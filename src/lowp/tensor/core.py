@@ -176,7 +176,7 @@ class _Rounder:
 
     @cached_property
     def _gaps(self) -> tuple[Table, ...]:
-        """Where neighbours are drawn lots for that are no power of two apart."""
+        """For stochastic rounding between neighbours whose distance is no power of two."""
         if not self.stochastic or self.grid is not None:
             return ()
         return _posit_gaps(self.fmt, self.carrier) if isinstance(self.fmt, PositFormat) else self.stairs.gaps  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""How Dynamo meets our operations: as single calls in its graph, which AOTAutograd then traces through.
+"""How our operations appear in Dynamo's graph: as single calls, which AOTAutograd then traces through.
 
 Dynamo would have to interpret all the Python that turns formats into constants. `torch.compiler.allow_in_graph` tells it not
 to look inside; the compiler behind it sees every torch operation, or one node (node.py). But that call imports Dynamo, which

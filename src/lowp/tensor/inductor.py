@@ -7,7 +7,7 @@
 3. Rounding is cheap to do again. Without being told, the partition into forward and backward keeps what comes out of a
    quantizer beside what goes in, and what cannot be had without it: the sign of every activation.
 
-All reach into torch's insides. Where these are not as expected, things go on without: slower by a tenth to a third.
+All use private parts of inductor (compat.py). Where these are not as expected, compiled code is slower by a tenth to a third.
 (Inductor's cache of compiled graphs knows nothing of what it is told here, but lowp's version, which is in the graph.)
 """
 

@@ -147,8 +147,8 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, seed: int | Noise | None 
     """The result of a call that was made before on other data; None: it must be made in full.
 
     `call` holds the arguments but x, out and the seed. They were checked in the call that `remember` recorded, so what is left
-    to look at are the tensors, and whether somebody must see every operation. The result of such a call needs no gradient: that
-    x requires one makes no difference.
+    to look at are the tensors, and whether something must see every operation. The result of such a call needs no gradient:
+    that x requires one makes no difference.
     """
     if not is_plain(x) or _modes() or _is_compiling():
         return None
@@ -194,7 +194,7 @@ def _run_flat(kernel: "_CppKernel", x: Tensor, out: Any, count: int, numbers: tu
 
 
 def is_plain(x: Any) -> bool:
-    """Is it a tensor on the CPU whose numbers lie in memory one after the other, and which nobody watches?"""
+    """Is it a tensor on the CPU whose numbers lie in memory one after the other, and of which nothing must see operations?"""
     kind = type(x)
     return (
         (kind is Tensor or kind is Parameter)
@@ -278,7 +278,7 @@ def get_or_build(what: Any, device: torch.device, count: int, build: Callable[[A
         if identity not in _state.kernels:
             began = time.perf_counter()
             try:
-                # torch's own warnings, on importing its compiler, are no business of the user's; nor is building his programs'.
+                # Users have no use for torch's warnings on importing its compiler; their programs must not see the building.
                 with warnings.catch_warnings(), compat.without_dispatch_modes(), torch.inference_mode(False):
                     warnings.simplefilter("ignore")
                     _state.kernels[identity] = build(what, device)

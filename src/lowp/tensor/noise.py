@@ -39,7 +39,7 @@ Word = int | Tensor  # 16 bits
 
 
 def _word(name: str) -> int:
-    """Up to eight letters as 64 bits: a number that nobody counts to, so that a domain cannot be taken for a seed."""
+    """Up to eight letters as 64 bits: a number that no counter reaches, so that a domain cannot be taken for a seed."""
     return int.from_bytes(name.encode("ascii").ljust(8), "big")
 
 
@@ -111,7 +111,7 @@ class Noise:
             raise ValueError(f"offset counts elements and cannot be {self.offset}")
 
     def home(self, device: torch.device) -> torch.device:
-        """Where a kernel on `device` takes its key from: integers are arguments of the launch, and nobody waits for a copy."""
+        """Where a kernel on `device` takes its key from: integers are arguments of the launch, and no copy is waited for."""
         return device if isinstance(self.seed, Tensor) or isinstance(self.step, Tensor) else torch.device("cpu")
 
     @staticmethod

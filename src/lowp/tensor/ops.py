@@ -1,10 +1,10 @@
 """The public operations: quantize, encode, decode and fake_quantize.
 
-Each call takes one of two roads, which give the same bits:
+Each call is computed in one of two ways, which give the same bits:
 
-- *inlined*, as plain torch operations, when something else is in charge: `torch.compile`, `torch.func` transforms, dispatch
-  modes, tensor subclasses. A compiler then fuses them with their neighbours. (In code compiled by `torch.compile`, `quantize`
-  and `fake_quantize` are one operation of the graph where that is faster: node.py.)
+- *inlined*, as plain torch operations, where something must see every operation: `torch.compile`, `torch.func` transforms,
+  dispatch modes, tensor subclasses. A compiler then fuses them with their neighbours. (In code compiled by `torch.compile`,
+  `quantize` and `fake_quantize` are one operation of the graph where that is faster: node.py.)
 - *eager*, through a precompiled kernel (kernels.py) on the tensor's memory, whatever its strides.
 """
 
@@ -71,9 +71,9 @@ def quantize(
         _check_out(out, x.shape, x.device, CARRIERS)
     _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
-        cuts = not _someone_else_in_charge(x)
-        rounded = block.quantize(x.detach(), fmt, rounding, noise, saturate, axis, cuts)
-        if cuts and out is None and axis == -1:
+        eager = not _must_be_visible(x)
+        rounded = block.quantize(x.detach(), fmt, rounding, noise, saturate, axis, eager)
+        if eager and out is None and axis == -1:
             block_kernels.remember(call, "quantize", fmt, x, rounding, saturate, "raise", False)
         return _write(out, rounded)
     operation = quantize_operation(fmt, x.dtype, rounding, saturate, x.dtype if out is None else out.dtype)
@@ -127,13 +127,13 @@ def encode(
         raise ValueError(f"unknown nan={nan!r}; it is 'raise', 'zero' or 'saturate'")
     _check_axis(axis, fmt)
     strict = nan == "raise" and not fmt.has_nan
-    if strict and (isinstance(fmt, BlockFormat) or _someone_else_in_charge(x)):
+    if strict and (isinstance(fmt, BlockFormat) or _must_be_visible(x)):
         _refuse_nan(x, fmt, infinities=isinstance(fmt, BlockFormat) and not fmt.has_inf and not saturate)
         strict = False
     if isinstance(fmt, BlockFormat):
         if out is not None:
             raise ValueError(f"{fmt} encodes to several tensors: out= is not for block formats")
-        eager = not _someone_else_in_charge(x)
+        eager = not _must_be_visible(x)
         codes = block.encode(x.detach(), fmt, rounding, noise, nan, pack, saturate, axis, eager)
         if eager and axis == -1 and (nan != "raise" or fmt.has_nan):  # else numbers must be looked at first, each time
             block_kernels.remember(call, "encode", fmt, x, rounding, saturate, nan, pack)
@@ -181,9 +181,9 @@ def decode(
         raise TypeError(f"decode gives float64, float32, float16 or bfloat16, not {dtype}")
     _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
-        cuts = isinstance(codes, tuple) and not _someone_else_in_charge(codes[0])
-        numbers = block.decode(codes, fmt, dtype, size, axis, cuts)  # type: ignore[arg-type]  # it checks
-        if cuts and whole_bytes and codes[0].dtype not in PAIRS:
+        eager = isinstance(codes, tuple) and not _must_be_visible(codes[0])
+        numbers = block.decode(codes, fmt, dtype, size, axis, eager)  # type: ignore[arg-type]  # it checks
+        if eager and whole_bytes and codes[0].dtype not in PAIRS:
             block_kernels.remember(call, "decode", fmt, (codes, dtype), "nearest", True, "zero", False)
         return _write(out, numbers)
     if not isinstance(codes, Tensor) or (found := as_codes(codes, fmt)) is None:
@@ -259,7 +259,7 @@ def _check_axis(axis: int, fmt: AnyFormat) -> None:
         raise ValueError(f"axis is for block formats; in {fmt} every number stands alone")
 
 
-def _someone_else_in_charge(x: Tensor) -> bool:
+def _must_be_visible(x: Tensor) -> bool:
     """Must every operation be visible: to a compiler, a function transform, a dispatch mode or a tensor subclass?"""
     return (
         torch.compiler.is_compiling()
@@ -286,7 +286,7 @@ def _apply(
     strict: bool = False,
     call: tuple | None = None,
 ) -> Tensor:
-    if _someone_else_in_charge(x):
+    if _must_be_visible(x):
         return _write(out, apply_inline(operation, x.detach().view(storage_of(x.dtype)), noise).view(dtype))
     x = x.detach()
     if noise is not None:

@@ -19,12 +19,12 @@ A group is encoded in five steps.
 4. The group gets a width w of 0 to 8 bits (`widths`), and the upper w bits of its codes are sent: w planes.
 5. The receiver takes the mean of a normal number within each interval, transforms back and multiplies by the scale.
 
-**Widths** follow from the bytes before the planes, in integers, on both sides. The priority of a group is
-s - P - log2(size of its layer) / 2, in quarters of an octave: three quarters of what its energy says (which alone would starve
-layers of small gradients), one quarter of what would treat all layers alike. A group has the k-th bit if its priority is
-`level + STEPS[k]` or more, where the spacing of STEPS is what one more bit brings; every group that is not zero has the first
-bits in any case (`least_width`). `level` is the least for which the planes suffice. Planes that are left go to the first groups
-that the next level would give one more.
+**Widths** follow from the bytes before the planes, in integers, on both sides. The priority of a group is s - P - log2(size of
+its layer) / 2, in quarters of an octave: three quarters of what its energy says (which alone would leave layers of small
+gradients without bits), one quarter of what would treat all layers alike. A group has the k-th bit if its priority is `level +
+STEPS[k]` or more, where the spacing of STEPS is what one more bit brings; every group that is not zero has the first bits in
+any case (`least_width`). `level` is the least for which the planes suffice. Planes that are left go to the first groups that
+the next level would give one more.
 
 **rounding="stochastic"** is the unbiased mode: levels are uniform from minus to plus the largest magnitude of the transformed
 group, its scale (rounded up), and each number goes to one of its two neighbours at random. A group that is not zero has at
@@ -138,9 +138,9 @@ class AdaptiveLayout:
 def layer_budgets(sizes: Sequence[int], bits: float) -> list[float]:
     """Bits for each number of layers of these sizes, `bits` on average: what their messages will have between them.
 
-    Before a gradient is seen, its layers are expected to have the same energy, as they nearly have in a ResNet: a layer 4 times
-    as large has numbers half as large, which need one bit less. `_SIZES_COUNT` of that is believed. It matters where layers are
-    in different messages; within one, bits go where the energy is.
+    Before a gradient is seen, its layers are expected to have the same energy, as they nearly have in a ResNet: a layer 4
+    times as large has numbers half as large, which need one bit less. `_SIZES_COUNT` of that difference is applied. It
+    matters where layers are in different messages; within one, bits go where the energy is.
     """
     most, least = MOST_BITS, max(bits / 2, min(bits, LEAST_UNBIASED))
     less = [_SIZES_COUNT / 2 * math.log2(max(size, GROUP)) for size in sizes]

@@ -1,7 +1,7 @@
 """What is decided by prediction: `reduction="auto"`, and `compress_gradients(ddp, "plan")`.
 
-What predicts (`lowp.predict`) is built on the wire, and stands above it. So it is loaded here by its name, and only where
-somebody asks for a decision.
+What predicts (`lowp.predict`) is built on the wire, and stands above it. So it is loaded here by its name, and only where a
+decision is asked for.
 """
 
 from importlib import import_module

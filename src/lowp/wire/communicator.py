@@ -18,7 +18,7 @@ _idle: "WeakKeyDictionary[Any, dict[tuple, list[GroupLink]]]" = WeakKeyDictionar
 
 
 class Communicator:
-    """Messages here cannot meet the user's: the group has the ranks of the user's group and is nobody else's.
+    """Messages here cannot meet the user's: the group has the ranks of the user's group, and only lowp uses it.
 
     Groups that are given back are used again. (torch names a group after its ranks, and one that is made where another of the
     same name was destroyed finds that one's addresses in the store.)

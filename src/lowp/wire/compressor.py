@@ -117,7 +117,7 @@ class Compressor:
         return [list(names) for names in found[-1]]
 
     def _warm_up(self, codecs: Iterable[Codec], world: int) -> None:
-        """Build the kernels for codecs that travel together, so that nobody waits for a compiler later."""
+        """Build the kernels for codecs that travel together, so that no step waits for a compiler."""
         reduction = self.settings.reduction
         reduction = reduction if isinstance(reduction, Reduction) else best_for(world)
         warm_up(codecs, self._device, self.settings, reduction, world, self._dtypes)

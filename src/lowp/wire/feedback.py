@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowp.wire.layer_tensors import Residuals
-from lowp.wire.plan import Bucket, Chunk, Shard
+from lowp.wire.plan import Bucket, Shard, Stretch
 from lowp.wire.scaled import scaled
 
 
@@ -39,7 +39,7 @@ class Feedback:
         """A rank's gradients of the bucket with its residuals, in float32; in `out` where that is given."""
         return torch.add(flat.to(torch.float32), self._of_rank(rank).of(self._bucket, flat.device), out=out)
 
-    def keep(self, rank: int | None, stretch: "Chunk | Shard", lost: Tensor, factors: Tensor | None, of_sum: bool) -> None:
+    def keep(self, rank: int | None, stretch: Stretch, lost: Tensor, factors: Tensor | None, of_sum: bool) -> None:
         """Remember what was lost of a chunk or a shard, in units of 1 / factor of each layer; nothing of what was not finite.
 
         `rank` is the one that has rounded; None stands for the owner of each element (see `finish`). `lost` is taken over.
@@ -76,17 +76,17 @@ class Feedback:
         """A rank's residual of as many elements, from a place in the bucket on."""
         return self._of_rank(rank).of(self._bucket, like.device)[begin : begin + like.numel()]
 
-    def _pieces(self, stretch: "Chunk | Shard", lost: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def _pieces(self, stretch: Stretch, lost: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Where in the bucket each piece begins: the whole, or the parts of a striped shard."""
-        if isinstance(stretch, Chunk) or not stretch.striped:
+        if not (isinstance(stretch, Shard) and stretch.striped):
             yield self._begin(stretch), lost
             return
         for part in stretch.parts:
             yield self._bucket.begins[part.layer] + part.start, lost[part.offset : part.offset + part.size]
 
-    def _begin(self, stretch: "Chunk | Shard") -> int:
+    def _begin(self, stretch: Stretch) -> int:
         """Where in the bucket it begins."""
-        if isinstance(stretch, Chunk):
-            return stretch.start
+        if not isinstance(stretch, Shard):
+            return stretch.start  # of a chunk
         first = stretch.parts[0]
         return self._bucket.begins[first.layer] + first.start

@@ -301,9 +301,9 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
     exact, rest = exact_and_rest(world if op == dist.ReduceOp.AVG else 1)
 
     def steps(piece: Chunk, rules: Rules) -> Steps:
-        rooms = ChunkJob(piece, source, output, rules, chunk := link.for_chunk()).write_to_owners()
-        yield chunk.send_receive(rooms.sent, rooms.received)
-        mine, flat, stride = piece.shards[link.rank], rooms.rows.view(-1), rooms.rows.shape[1]
+        buffers = ChunkJob(piece, source, output, rules, chunk := link.for_chunk()).write_to_owners()
+        yield chunk.send_receive(buffers.sent, buffers.received)
+        mine, flat, stride = piece.shards[link.rank], buffers.rows.view(-1), buffers.rows.shape[1]
         messages, (part,) = rules.messages(mine, Stage.ADDEND), mine.parts
         units = _units(messages, flat, exact, world, stride, rules)
         with rules.timed("decode", source.device):
@@ -347,7 +347,7 @@ def _gather_from_owners(output: Tensor, source: Tensor, codec: Codec, group: Any
 
     def steps(piece: Chunk, rules: Rules) -> Steps:
         mine, chunk = piece.shards[link.rank], link.for_chunk()
-        gathered, (part,) = ChunkJob(piece, source, output, rules, chunk).rooms(Stage.ADDEND), mine.parts
+        gathered, (part,) = ChunkJob(piece, source, output, rules, chunk).buffers(Stage.ADDEND), mine.parts
         own = source[part.start : part.start + part.size]
         rules.encode(rules.messages(mine, Stage.ADDEND), own, gathered[link.rank], Stage.ADDEND, link.rank, peaks_of=world)
         yield chunk.share(gathered.rows, gathered.lengths)

@@ -1,4 +1,4 @@
-"""The way to the other ranks of a `torch.distributed` group."""
+"""Messages to and from the other ranks of a `torch.distributed` group."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -75,12 +75,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Elements `start` to `stop` of the chunk; striped ones have as many, at the places of their parts."""
+class Stretch:
+    """Elements `start` to `stop`, and what was worked out for them once."""
 
     start: int
     stop: int
-    parts: tuple[Part, ...]
 
     @property
     def size(self) -> int:
@@ -88,13 +87,25 @@ class Shard:
 
     @cached_property
     def messages(self) -> dict[Any, Any]:
-        """Where the parts lie in messages of every kind: worked out once (rules.py)."""
+        """Where the parts lie in messages of every kind (rules.py, reductions/base.py)."""
         return {}
 
     @cached_property
     def tables(self) -> dict[Any, Any]:
-        """Where the runs lie, on some device (scaled.py)."""
+        """Tables on some device: of the runs (scaled.py), and others."""
         return {}
+
+    @property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(layer, first, last) of stretches of one layer each, one after the other."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Shard(Stretch):
+    """A stretch of the chunk; striped ones have as many elements, at the places of their parts."""
+
+    parts: tuple[Part, ...]
 
     @cached_property
     def striped(self) -> bool:
@@ -114,21 +125,15 @@ class Shard:
 
     @property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """(layer, first, last) of each part."""
+        """Those of its parts."""
         return tuple((part.layer, part.offset, part.offset + part.size) for part in self.parts)
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Elements `start` to `stop` of the bucket."""
+class Chunk(Stretch):
+    """A stretch of the bucket."""
 
-    start: int
-    stop: int
     shards: tuple[Shard, ...]
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
 
     @cached_property
     def parts(self) -> tuple[tuple[Part, int], ...]:
@@ -157,23 +162,13 @@ class Chunk:
         return any(not part.codec.scale.agreed for part, _ in self.parts)
 
     @cached_property
-    def messages(self) -> dict[Any, Any]:
-        """Where the parts of all shards lie in messages of every kind: worked out once (reductions/base.py)."""
-        return {}
-
-    @cached_property
-    def tables(self) -> dict[Any, Any]:
-        """Where the runs lie, on some device (scaled.py), and more of the kind."""
-        return {}
-
-    @cached_property
     def first_parts(self) -> tuple[int, ...]:
         """For each shard, how many parts come before it."""
         return (0, *accumulate(len(shard.parts) for shard in self.shards))
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """(layer, first, last) of each layer in the chunk, across shards."""
+        """Those of its layers, across shards."""
         found: list[tuple[int, int, int]] = []
         for part, first in sorted(self.parts, key=lambda each: each[1]):
             if found and found[-1][0] == part.layer:

@@ -126,14 +126,14 @@ class Rules:
         """Bytes of a shard's message; twice as many where Kahan's compensation travels along."""
         return self.messages(shard, stage).length * (2 if self.kahan and stage == Stage.PARTIAL else 1)
 
-    def room(self, shard: Shard, stage: Stage, device: torch.device) -> Tensor:
+    def buffer(self, shard: Shard, stage: Stage, device: torch.device) -> Tensor:
         """For a message to be received."""
         return torch.empty(self.length(shard, stage), dtype=torch.uint8, device=device)
 
     def write(self, load: Load, shard: Shard, stage: Stage, actor: int, out: Tensor | None = None) -> Tensor:
         """A shard's message, in `out` where that is given. `actor` is the rank or node that rounds; each has its own noise."""
         messages = self.messages(shard, stage)
-        message = self.room(shard, stage, load.numbers.device) if out is None else out
+        message = self.buffer(shard, stage, load.numbers.device) if out is None else out
         noisy = Stage.SENT if stage == Stage.PARTIAL else stage
         if stage in (Stage.TOTAL, Stage.HANDED_OUT):
             load = self.marked(load, messages)
@@ -310,7 +310,7 @@ class Rules:
         self.write(self.fold_messages(messages, shard, Stage.ADDEND, actors), shard, Stage.TOTAL, 0, out)
 
     def _noises(self, stage: Stage, actor: int) -> PartNoise:
-        level = 0 if stage in (Stage.TOTAL, Stage.HANDED_OUT) else self.level  # the total is everybody's
+        level = 0 if stage in (Stage.TOTAL, Stage.HANDED_OUT) else self.level  # the total is the same for all ranks
         return PartNoise(self.domain, self.seed, self.step, level, stage, actor)
 
     def adds_plainly(self, shard: Shard) -> bool:

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from lowp.tensor.lists.parts import PartTable
 from lowp.wire.part_kernels import scale_function
-from lowp.wire.plan import Chunk, Shard
+from lowp.wire.plan import Stretch
 from lowp.wire.scaling import divide_
 
 
-def scaled(source: Tensor, stretch: "Chunk | Shard", factors: Tensor | None, divisor: int = 1) -> Tensor:
+def scaled(source: Tensor, stretch: Stretch, factors: Tensor | None, divisor: int = 1) -> Tensor:
     """Numbers of a chunk or a shard in float32, each layer times its factor, divided; without either, float32 as it is."""
     if factors is None and divisor == 1:
         return source.to(torch.float32)

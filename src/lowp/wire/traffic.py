@@ -25,7 +25,7 @@ from lowp.tensor.scale import Scale
 from lowp.wire.codec import Codec
 from lowp.wire.messages import Messages
 from lowp.wire.plan import Bucket, Layer, Part, Shard
-from lowp.wire.reductions.base import ChunkJob, Reduction, Rooms
+from lowp.wire.reductions.base import ChunkJob, MessageBuffers, Reduction
 from lowp.wire.rules import Load, Rules, Stage
 
 _NOWHERE = torch.device("meta")
@@ -51,7 +51,7 @@ class LengthRules(Rules):
     """Messages of the right length, and nothing in them."""
 
     def write(self, load: Load, shard: Shard, stage: Stage, actor: int, out: Tensor | None = None) -> Tensor:
-        return self.room(shard, stage, _NOWHERE) if out is None else out
+        return self.buffer(shard, stage, _NOWHERE) if out is None else out
 
     def encode(self, messages: Messages, numbers: Tensor, out: Tensor, *more: Any, **named: Any) -> None:
         pass
@@ -89,7 +89,7 @@ class LengthJob(ChunkJob):
     def fold(self, received: Tensor, indices: Sequence[int], stage: Stage, actors: Sequence[int]) -> dict[int, Load]:
         return {index: self.load(index) for index in indices}
 
-    def finish(self, totals: Rooms) -> None:
+    def finish(self, totals: MessageBuffers) -> None:
         pass
 
     def finish_sum(self, received: Tensor, actors: Iterable[int]) -> None:
@@ -230,7 +230,7 @@ class MarkedJob(LengthJob):
         self.work["add", stage] += len(received) * len(indices)
         return super().fold(received, indices, stage, actors)
 
-    def finish(self, totals: Rooms) -> None:
+    def finish(self, totals: MessageBuffers) -> None:
         length = max(totals.lengths)
         self.work["decode", _counted_message(0, length).stage] += len(totals.lengths)
 

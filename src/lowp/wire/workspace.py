@@ -82,7 +82,7 @@ class Workspace(NewMemory):
         """It is made once for each owner, name and place in the order of requests."""
         key = id(owner), name, self._memory.used, self._zeros.used
         if key not in self._kept:
-            self._kept[key] = owner, make()  # the owner is kept, so that its id is nobody else's
+            self._kept[key] = owner, make()  # the owner is kept, so that its id is not given to another
         return self._kept[key][1]
 
     def _take(self, region: "_Region", shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -125,7 +125,7 @@ class Workspaces:
         self._of_buckets: dict[Any, Workspace] = {}
 
     def take(self) -> Workspace:
-        """One that nobody uses. There are as many as chunks were under way at once, each as large as the largest chunk."""
+        """One that is free. There are as many as chunks were under way at once, each as large as the largest chunk."""
         return (self._free.pop() if self._free else Workspace()).begin()
 
     def give_back(self, workspace: Workspace) -> None:

@@ -341,7 +341,7 @@ def build(text: str, arguments: Sequence[Any] = _ARGUMENTS, flags: Sequence[str]
 
 
 def build_parallel(text: str, arguments: Sequence[Any] = _ARGUMENTS, function: str = "run") -> Any:
-    """The same with OpenMP, whose threads are awake between calls; one thread where the compiler or the machine has none."""
+    """The same with OpenMP, whose threads go on between calls; one thread where the compiler or the machine has none."""
     try:
         return build(text, arguments, ["-fopenmp"], function)
     except UnsafeCache:

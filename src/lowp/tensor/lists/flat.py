@@ -4,7 +4,7 @@ A function that gives a list of two returns truth values besides: the loop retur
 
 The form of a kernel for one tensor, where cpp.py has the one for a list of tensors: addresses and a length come as arguments,
 so that a small call costs two microseconds. Work is divided among the threads that torch's own kernels run on (OpenMP's), which
-are awake; a compiler without OpenMP does without.
+need not be started; without OpenMP one thread does it.
 """
 
 import ctypes

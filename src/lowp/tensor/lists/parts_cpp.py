@@ -3,7 +3,7 @@
 A vector of a tile has 16 numbers. As many of them are worked on at a time as a register holds (preamble.py): `lane` is the
 first of these. Lanes have nothing to do with each other, but for the largest number of a block.
 
-Threads (OpenMP's, which torch's own kernels keep awake) share the work items. An item is a few tiles of one part. Of several
+Threads (OpenMP's, which torch's own kernels have started) share the work items. An item is a few tiles of one part. Of several
 messages, some tiles of the first are read, then the same ones of the next: sums stay in the cache, and what depends on a
 message's header alone is computed once for all of them.
 """

@@ -271,7 +271,7 @@ def _short_roots(statements: list[Statement]) -> list[Statement]:
 
 
 def fused(program: Program) -> Program:
-    """Products of floats that nobody reads but one sum become one operation with it, which rounds once.
+    """Products of floats that only one sum reads become one operation with it, which rounds once.
 
     The same bits where products are exact; elsewhere other ones, which the caller must want.
     """
@@ -359,7 +359,7 @@ def in_words(program: Program, numbers: Collection[int]) -> Program:
 
 
 def needed(statements: Sequence[Statement], results: tuple[Value, ...]) -> tuple[Statement, ...]:
-    """Without what nobody reads."""
+    """Without statements whose results are not read."""
     read = {value.name for value in results}
     kept = []
     for s in reversed(statements):

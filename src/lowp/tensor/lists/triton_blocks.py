@@ -24,10 +24,7 @@ _EACH = 16  # elements of a thread
 _LONGEST = 8192  # elements of a block
 _MEASURED = 8192  # elements that a program looks at
 
-_HEAD = """import triton
-import triton.language as tl
-from triton.language.extra.cuda import libdevice
-"""
+_HEAD = "\n".join(triton.IMPORTS)
 
 _MEASURE = """
 
@@ -227,11 +224,11 @@ def _rounded(operation: BlockOperation, stages: dict[str, Program], whole: str) 
     """The scale of each block, and what its elements are rounded to; `doubt`, where there may be one, and then nothing is
     stored."""
 
-    def scale_of(stage: str) -> tuple[list[str], str]:
+    def call_for_scale(stage: str) -> tuple[list[str], str]:
         carried = [f"own{i}" for i in range(len(stages[stage].results) - 2)]
         return carried, f"code, poisoned, {', '.join(carried)} = {stage}(finite, tl.max(magnitude, axis=1){whole})"
 
-    carried, block_scale = scale_of("block_scale_of")
+    carried, block_scale = call_for_scale("block_scale_of")
     of_blocks = [f"{name}[:, None]" for name in carried]
     if not (operation.stochastic or operation.by_quotients):
         return [block_scale, f"result = element_of(stored, {', '.join(of_blocks)})"]
@@ -241,7 +238,7 @@ def _rounded(operation: BlockOperation, stages: dict[str, Program], whole: str) 
         before, settled = [block_scale], [f"result = settled(stored, {of_blocks[0]}{whole}, {more['settled']})"]
         usual = [f"result, unsure = element_of(stored, {', '.join(of_blocks[1:])}, {more['element_of']})", f"doubt = {unsure}"]
     else:  # the first says which blocks are in doubt
-        exactly, exact_scale = scale_of("exact_scale_of")
+        exactly, exact_scale = call_for_scale("exact_scale_of")
         before, settled = [], [exact_scale, f"result = exact_element_of(stored, {', '.join(f'{n}[:, None]' for n in exactly)})"]
         usual = [block_scale, f"result, unsure = element_of(stored, {', '.join(of_blocks[1:])}{whole})"]
         usual += [f"doubt = tl.maximum({unsure}, tl.max(({carried[0]} & there).to(tl.int32), axis=0))"]

@@ -6,7 +6,7 @@ A sum has a state of one number (Kahan: two; a quire: its bins). Two things happ
     add(x, *state)               a number of the format joins: the sum of a chunk
     add_exactly(x, *state)       any float32 number joins: a bias
 
-and `finish(*state)` is its number in the end. Everything else, the loops over k and over chunks, is the business of plain.py,
+and `finish(*state)` is its number in the end. Everything else, the loops over k and over chunks, is in plain.py,
 cpp.py and triton.py, of which the last two print what is traced here.
 
 Noise: every rounding has a key of its own (keys.py), and every element of the result draws by its index. `numbers` holds the

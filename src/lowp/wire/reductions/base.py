@@ -29,7 +29,7 @@ def row_length(length: int) -> int:
 
 
 @dataclass
-class Rooms:
+class MessageBuffers:
     """The messages of some shards in one buffer, each at its place."""
 
     messages: Messages
@@ -49,7 +49,7 @@ class Rooms:
 
 
 @dataclass
-class OwnersRooms:
+class OwnersBuffers:
     """Messages to the owners of all shards, rank r of shard r, and room for those of all ranks to this one: in one buffer.
 
     This rank's own message to itself lies among those that it receives, `rows`: [ranks, bytes]; of a row, the first `length`
@@ -151,7 +151,7 @@ class ChunkJob:
             self.chunk.messages[kind] = make()
         return self.chunk.messages[kind]
 
-    def write_to_owners(self) -> OwnersRooms:
+    def write_to_owners(self) -> OwnersBuffers:
         """Messages for the owners of all shards, and room for those to this one."""
         me, ranks = self.link.rank, range(self.link.world)
 
@@ -166,11 +166,11 @@ class ChunkJob:
 
         messages, end, length = self._kept(("owners", me), make)
         buffer = self.empty(end + len(ranks) * row_length(length))
-        rooms: OwnersRooms = self.rules.workspace.once(
-            messages, "owners", lambda: OwnersRooms(messages, buffer, buffer[end:].view(len(ranks), -1), length)
+        buffers: OwnersBuffers = self.rules.workspace.once(
+            messages, "owners", lambda: OwnersBuffers(messages, buffer, buffer[end:].view(len(ranks), -1), length)
         )
         self.write_own(messages, ranks, Stage.ADDEND, buffer)
-        return rooms
+        return buffers
 
     def write_to_all(self) -> tuple[Tensor, int]:
         """Room for the whole chunk's messages of all ranks, where this one's lies already: [ranks, bytes]; and their length."""
@@ -183,8 +183,8 @@ class ChunkJob:
     def read(self, message: Tensor, index: int, stage: Stage) -> Load:
         return self.rules.read(message, self.chunk.shards[index], stage)
 
-    def room(self, index: int, stage: Stage) -> Tensor:
-        return self.rules.room(self.chunk.shards[index], stage, self.device)
+    def buffer(self, index: int, stage: Stage) -> Tensor:
+        return self.rules.buffer(self.chunk.shards[index], stage, self.device)
 
     def join(self, messages: list[Tensor]) -> Tensor:
         """Several messages as one."""
@@ -203,11 +203,11 @@ class ChunkJob:
         self.write_own(messages, indices, stage, message)
         return message
 
-    def room_for(self, indices: Iterable[int], stage: Stage) -> Tensor:
+    def buffer_for(self, indices: Iterable[int], stage: Stage) -> Tensor:
         length = sum(self.rules.length(self.chunk.shards[index], stage) for index in indices)
         return self.empty(length)
 
-    def room_for_ranks(self, indices: Sequence[int], stage: Stage, ranks: int) -> Tensor:
+    def buffer_for_ranks(self, indices: Sequence[int], stage: Stage, ranks: int) -> Tensor:
         """For several ranks' messages of some shards: [ranks, bytes]."""
         return self.empty(ranks, self.messages(indices, stage).length)
 
@@ -239,10 +239,10 @@ class ChunkJob:
     def under(self, rules: Rules) -> "ChunkJob":
         return replace(self, rules=rules)
 
-    def totals(self) -> Rooms:
-        return self.rooms(Stage.TOTAL)
+    def totals(self) -> MessageBuffers:
+        return self.buffers(Stage.TOTAL)
 
-    def rooms(self, stage: Stage) -> Rooms:
+    def buffers(self, stage: Stage) -> MessageBuffers:
         """Room for the messages of all shards, each at a multiple of the longest one's length."""
 
         def make() -> tuple[Messages, int, list[int]]:
@@ -251,11 +251,11 @@ class ChunkJob:
             begins = range(0, len(lengths) * stride, stride) if stride else None
             return self.messages(self._everything, stage, begins), len(lengths) * stride, lengths
 
-        messages, length, lengths = self._kept(("rooms", stage), make)
+        messages, length, lengths = self._kept(("buffers", stage), make)
         buffer = self.empty(length)
-        return self.rules.workspace.once(messages, "rooms", lambda: Rooms(messages, buffer, lengths))
+        return self.rules.workspace.once(messages, "buffers", lambda: MessageBuffers(messages, buffer, lengths))
 
-    def finish(self, totals: Rooms) -> None:
+    def finish(self, totals: MessageBuffers) -> None:
         """Take the sum from the bytes that everybody gets."""
         factors, divisor = self.unscale(totals.messages, totals.buffer, 1, 0)
         with self.rules.timed("decode", self.device):

@@ -146,7 +146,7 @@ def _through_leaders(job: ChunkJob, nodes: list[range], between: Rules) -> Steps
         yield job.link.send_receive({leader: job.write_all(shards, Stage.INSIDE)}, {})
         yield job.link.send_receive({}, {leader: totals.buffer})
     else:
-        received = job.room_for_ranks(shards, Stage.INSIDE, len(node))
+        received = job.buffer_for_ranks(shards, Stage.INSIDE, len(node))
         job.write_own(job.messages(shards, Stage.INSIDE), shards, Stage.INSIDE, received[node.index(me)])
         yield job.link.send_receive({}, dict(zip(node, received, strict=True)))
         sums = job.fold(received, shards, Stage.INSIDE, node)
@@ -166,7 +166,7 @@ def _add_inside(job: ChunkJob, node: range, shards_of: Callable[[int], list[int]
     me = job.link.rank
     mine = shards_of(me)
     inside = {rank: job.write_all(shards_of(rank), Stage.INSIDE) for rank in node if rank != me}
-    received = job.room_for_ranks(mine, Stage.INSIDE, len(node))
+    received = job.buffer_for_ranks(mine, Stage.INSIDE, len(node))
     job.write_own(job.messages(mine, Stage.INSIDE), mine, Stage.INSIDE, received[node.index(me)])
     yield job.link.send_receive(inside, dict(zip(node, received, strict=True)))
     return job.fold(received, mine, Stage.INSIDE, node)
@@ -177,9 +177,9 @@ def _hand_out(
 ) -> Steps:
     """Every rank of a node gives the totals of its shards to all others; then everybody has the sum of the chunk."""
     me = job.link.rank
-    gathered = {rank: job.room_for(shards_of(rank), stage) for rank in node if rank != me}
+    gathered = {rank: job.buffer_for(shards_of(rank), stage) for rank in node if rank != me}
     yield job.link.send_receive(dict.fromkeys(node, job.join([totals[i] for i in shards_of(me)])), gathered)
-    whole_chunk = job.rooms(stage)
+    whole_chunk = job.buffers(stage)
     for rank, message in gathered.items():
         totals |= job.split(message, shards_of(rank), stage)
     for i, message in totals.items():
@@ -202,10 +202,10 @@ def _through_gather(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
         return held_by(rank, node, len(shards))
 
     sums = yield from _add_inside(job, nodes[here], shards_of)
-    encoded = {j: between.write(sums[j], shards[j], Stage.NODE, here, job.room_for([j], Stage.NODE)) for j in sums}
+    encoded = {j: between.write(sums[j], shards[j], Stage.NODE, here, job.buffer_for([j], Stage.NODE)) for j in sums}
     shared = {rank: [j for j in shards_of(rank, node) if j in sums] for node in nodes for rank in node if node != nodes[here]}
     sends = {rank: job.join([encoded[j] for j in own]) for rank, own in shared.items() if own}
-    receives = {rank: job.room_for(shared[rank], Stage.NODE) for rank in sends}
+    receives = {rank: job.buffer_for(shared[rank], Stage.NODE) for rank in sends}
     yield job.link.send_receive(sends, receives)
     came = {rank: job.split(message, shared[rank], Stage.NODE) for rank, message in receives.items()}
     # All nodes lose the same of a total: the first one keeps it.
@@ -215,7 +215,7 @@ def _through_gather(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
         messages = [encoded[j] if node == nodes[here] else came[holder(node, j)][j] for node in nodes]
         whole = between.fold_messages(torch.stack(messages), shards[j], Stage.NODE, range(len(nodes)))
         whole.maxima = None  # they are for the wire's format
-        totals[j] = last.write(whole, shards[j], Stage.HANDED_OUT, 0, job.room_for([j], Stage.HANDED_OUT))
+        totals[j] = last.write(whole, shards[j], Stage.HANDED_OUT, 0, job.buffer_for([j], Stage.HANDED_OUT))
     yield from _hand_out(job, nodes[here], shards_of, totals, Stage.HANDED_OUT)
 
 
@@ -254,18 +254,18 @@ def _through_shards(job: ChunkJob, nodes: list[range], between: Rules) -> Steps:
             for peer, shared in facing(number).items() if number != here else ():
                 sends[peer] = job.join([messages[rows(column)[sent(number)]] for column in shared])
                 rows_of[peer] = [rows(column)[wanted(number)] for column in shared]
-                receives[peer] = job.room_for(rows_of[peer], stage)
+                receives[peer] = job.buffer_for(rows_of[peer], stage)
         yield job.link.send_receive(sends, receives)
         return {peer: job.split(receives[peer], rows_of[peer], stage) for peer in rows_of}
 
-    encoded = {i: between.write(sums[i], job.chunk.shards[i], Stage.NODE, here, job.room_for([i], Stage.NODE)) for i in sums}
+    encoded = {i: between.write(sums[i], job.chunk.shards[i], Stage.NODE, here, job.buffer_for([i], Stage.NODE)) for i in sums}
     came = yield from swap(encoded, Stage.NODE, sent=lambda number: number, wanted=lambda number: here)
     totals = {}
     for column in held:
         i = rows(column)[here]
         messages = [encoded[i] if number == here else came[holder(nodes[number], column)][i] for number in range(len(nodes))]
         whole = between.fold_messages(torch.stack(messages), job.chunk.shards[i], Stage.NODE, range(len(nodes)))
-        totals[i] = between.write(whole, job.chunk.shards[i], Stage.TOTAL, 0, job.room_for([i], Stage.TOTAL))
+        totals[i] = between.write(whole, job.chunk.shards[i], Stage.TOTAL, 0, job.buffer_for([i], Stage.TOTAL))
     came = yield from swap(totals, Stage.TOTAL, sent=lambda number: here, wanted=lambda number: number)
     for arrived_totals in came.values():
         totals |= arrived_totals

@@ -1,4 +1,4 @@
-"""Everybody adds up everything."""
+"""Every rank adds up the whole chunk."""
 
 from dataclasses import dataclass, replace
 

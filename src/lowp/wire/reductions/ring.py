@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowp.wire.plan import Shard
-from lowp.wire.reductions.base import ChunkJob, Reduction, Rooms, Steps
+from lowp.wire.reductions.base import ChunkJob, MessageBuffers, Reduction, Steps
 from lowp.wire.reductions.two_shot import Fold
 from lowp.wire.rules import Load, Rules, Stage
 
 
-def ring_sum(job: ChunkJob, members: list[int], addend: Callable[[int], Load], totals: Rooms) -> Steps:
+def ring_sum(job: ChunkJob, members: list[int], addend: Callable[[int], Load], totals: MessageBuffers) -> Steps:
     """Sum shards 0 .. len(members) - 1 over the members of a ring; `addend(index)` is this rank's part in a shard.
 
     1. Shard s starts at member s. Each member adds its own numbers, rounds, and passes the sum on.
@@ -21,7 +21,7 @@ def ring_sum(job: ChunkJob, members: list[int], addend: Callable[[int], Load], t
     total = job.rules.begin(addend(mine), job.chunk.shards[mine], mine)
     for hop in range(1, count):
         index, coming = (mine - hop + 1) % count, (mine - hop) % count
-        message = job.room(coming, Stage.PARTIAL)
+        message = job.buffer(coming, Stage.PARTIAL)
         yield job.link.send_receive({following: job.write(index, Stage.PARTIAL, total, mine)}, {preceding: message})
         shard = job.chunk.shards[coming]
         total = job.rules.add(job.read(message, coming, Stage.PARTIAL), addend(coming), shard, mine)

@@ -56,7 +56,7 @@ class Tree(Reduction):
         reach = 1
         while reach < world and me % (2 * reach) == 0:
             if me + reach < world:
-                message = job.room(0, Stage.PARTIAL)
+                message = job.buffer(0, Stage.PARTIAL)
                 yield job.link.send_receive({}, {me + reach: message})
                 total = rules.add(total, job.read(message, 0, Stage.PARTIAL), shard, me + reach)
             reach *= 2

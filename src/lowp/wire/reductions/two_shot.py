@@ -62,10 +62,10 @@ class TwoShot(Reduction):
 
     def reduce(self, job: ChunkJob) -> Steps:
         me, ranks = job.link.rank, range(job.link.world)
-        rooms = job.write_to_owners()
-        yield job.link.send_receive(rooms.sent, rooms.received)
+        buffers = job.write_to_owners()
+        yield job.link.send_receive(buffers.sent, buffers.received)
         shard, totals = job.chunk.shards[me], job.totals()
-        job.rules.fold_to_total(rooms.rows, shard, ranks, totals[me])
+        job.rules.fold_to_total(buffers.rows, shard, ranks, totals[me])
         yield job.link.share(totals.rows, totals.lengths)
         job.finish(totals)
 
