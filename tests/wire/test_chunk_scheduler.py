@@ -17,7 +17,7 @@ from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.link import Pending
 from lowp.wire.report import Meter
 from lowp.wire.settings import Parameters, Settings
-from lowp.wire.warm_up import _Mute
+from lowp.wire.warm_up import SilentLink
 
 RANKS, PATIENCE = 4, 2.0  # seconds
 
@@ -113,7 +113,7 @@ def test_chunks_know_the_last_one_of_their_bucket():
             tasks.extend(added)
             super().add(*added)
 
-    scheduler, state, link = Noting(), State(), _Mute(0, 1)
+    scheduler, state, link = Noting(), State(), SilentLink(0, 1)
     for _ in range(2):
         bucket = Parameters({"p": torch.Size([35])}, settings).bucket(["p"], 0)
         args = (settings, settings.reduction, link, state, Meter(), True, lambda marks: None)

@@ -11,7 +11,7 @@ from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.kept import KeptRow, KeptTable
 from lowp.wire.report import Meter
 from lowp.wire.settings import Parameters, Settings
-from lowp.wire.warm_up import _Mute
+from lowp.wire.warm_up import SilentLink
 from lowp.wire.workspace import Workspace
 
 CASES = [
@@ -40,7 +40,7 @@ def operations(layers, format, options):
         scheduler, marks = ChunkScheduler(), []
         meter = Meter(samples=False)
         meter.samples = False
-        args = (settings, settings.reduction, _Mute(0, 1), state, meter, True, marks.append)
+        args = (settings, settings.reduction, SilentLink(0, 1), state, meter, True, marks.append)
         BucketExchange(flat, bucket, *args).start(scheduler)
         scheduler.run()
         state.step += 1

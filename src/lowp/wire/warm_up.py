@@ -76,12 +76,12 @@ def _rehearse(case: _Case, settings: Settings, world: int) -> None:
     for kind in dict.fromkeys((case.reduction.of_size(0), case.reduction.of_size(1 << 62))):
         for rank in range(world):
             flat = torch.ones(bucket.size, dtype=case.dtype, device=case.device)
-            scheduler, link, meter = ChunkScheduler(), _SilentLink(rank, world), Meter(whole=settings.measure)
+            scheduler, link, meter = ChunkScheduler(), SilentLink(rank, world), Meter(whole=settings.measure)
             BucketExchange(flat, bucket, settings, kind, link, State(), meter, True, lambda marks: None).start(scheduler)
             scheduler.run()
 
 
-class _SilentLink(GroupLink):
+class SilentLink(GroupLink):
     """A link that sends nothing, and on which zeros arrive."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -94,10 +94,10 @@ class _SilentLink(GroupLink):
         return []
 
     def for_chunk(self) -> ChunkLink:
-        return _SilentChunkLink(self, self.take_number())
+        return SilentChunkLink(self, self.take_number())
 
 
-class _SilentChunkLink(ChunkLink):
+class SilentChunkLink(ChunkLink):
     def share(self, messages: Tensor, lengths: Sequence[int]) -> list[Pending]:
         for rank, message in enumerate(messages):
             if rank != self.rank:
