@@ -5,10 +5,11 @@ python -m benchmarks NAME [--quick] [--out DIR]     one of them; NAME --help sho
 """
 
 import ast
-import difflib
 import importlib
 import sys
 from pathlib import Path
+
+from lowp.names import did_you_mean
 
 FOLDER = Path(__file__).parent
 NAMES = (
@@ -51,9 +52,7 @@ def main(words: list[str]) -> None:
         return
     name, *options = words
     if name not in NAMES:
-        close = difflib.get_close_matches(name, NAMES, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        sys.exit(f"there is no benchmark {name!r}{hint} The names are: {', '.join(NAMES)}")
+        sys.exit(f"there is no benchmark {name!r}; {did_you_mean(name, NAMES, 'there are ' + ', '.join(NAMES))}")
     sys.argv = [f"benchmarks {name}", *options]
     # Imported, not run as `__main__`: processes that it starts must find its functions
     importlib.import_module(f"benchmarks.{module_of(name)}").main()

@@ -46,7 +46,7 @@ def test_every_benchmark_tells_its_options(harness, capsys, monkeypatch):
 
 
 def test_an_unknown_name_is_answered_with_a_known_one(harness):
-    with pytest.raises(SystemExit, match=r"no benchmark 'link'; did you mean 'links'\? The names are: operations"):
+    with pytest.raises(SystemExit, match=r"no benchmark 'link'; did you mean 'links'\?$"):
         harness.main(["link"])
 
 

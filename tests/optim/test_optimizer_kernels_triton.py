@@ -66,7 +66,7 @@ class Interpreted:
 
 
 def without_assembly(s):
-    from lowp.tensor.grid import stochastic_rank_in_assembly
+    from lowp.tensor.grid_words import stochastic_rank_in_assembly
     from lowp.tensor.lists import triton
     from lowp.tensor.noise import philox_in_assembly
 

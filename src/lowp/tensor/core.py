@@ -20,6 +20,7 @@ from lowp.formats import reference
 from lowp.formats.base import Format, Rounding
 from lowp.formats.posit import PositFormat
 from lowp.tensor import grid as grids
+from lowp.tensor import grid_words
 from lowp.tensor import posit as posits
 from lowp.tensor.backend import backend_of
 from lowp.tensor.carrier import CARRIERS, F32, FORMAT_OF_DTYPE, Carrier, carrier_for, grid_fits, is_grid
@@ -314,7 +315,7 @@ class Encode(_Rounder):
             low, gap = (half.to(torch.int32).view(torch.float32) for half in (both, both >> 32))
         else:
             low, gap = (tables[i][entry].view(torch.float32) for i in (1, 3))
-        up = magnitude.view(torch.float32) > low.abs() + gap * (2.0 - grids.one_and_share(word))
+        up = magnitude.view(torch.float32) > low.abs() + gap * (2.0 - grid_words.one_and_share(word))
         return entry + up.to(entry.dtype)
 
     @property
@@ -335,11 +336,11 @@ class Encode(_Rounder):
         """The codes of numbers given as the carrier's bits, with noise already drawn."""
         if self.grid is not None and self.by_words:
             assert noise is not None
-            code = grids.encode_by_words(bits, self.grid, noise, self.nan_to)
+            code = grid_words.encode_by_words(bits, self.grid, noise, self.nan_to)
         elif self.grid is not None:
             code = grids.encode(bits, self.grid, noise, self.nan_to)
         elif self.posit is not None:
-            noise = grids.number_of_word(noise) if self.by_words and noise is not None else noise
+            noise = grid_words.number_of_word(noise) if self.by_words and noise is not None else noise
             code = self._posit_code(bits, noise, tables)
         elif self.by_words:
             code = tables[2][self._entry_by_words(bits, noise, tables)]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.backend import backend_of
+from lowp.tensor.lists.tracing import record
 
 _INDICES = 1 << 30  # elements that one key serves: an index and its offset add up without overflow
 _DRAW_ROUNDS = 5  # the fewest after which every bit of the index flips every bit of the draw half of the time
@@ -262,8 +263,6 @@ def _philox2(low: Tensor, high: Tensor, key: Tensor, rounds: range) -> tuple[Ten
 
 def _philox2_in_assembly(low: Tensor, high: Tensor, key: Tensor, rounds: range) -> tuple[Tensor, Tensor]:
     """The same for kernels that are printed for CUDA (lists/triton.py): 32 bits in, 32 bits out."""
-    from lowp.tensor.lists.tracing import record  # which imports grid.py
-
     keys = (key[number % _DRAW_ROUNDS] << 16 for number in rounds)
     found = record(f"philox{rounds[0] % 2}", torch.int32, (high << 16) | low, *keys)
     return found & 0xFFFF, (found >> 16) & 0xFFFF

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowp.tensor.grid import stochastic_rank_in_assembly
+from lowp.tensor.grid_words import stochastic_rank_in_assembly
 from lowp.tensor.lists import four_bits
 from lowp.tensor.lists.tracing import COMPARE, INFIX, Element, Program, Statement, Value
 from lowp.tensor.noise import philox_in_assembly
@@ -82,7 +82,7 @@ def expression(s: Statement) -> str:
             return f"~{a[0]}"
         case "sqrt":
             return f"tl.sqrt_rn({a[0]})" if s.operand == torch.float32 else f"tl.sqrt({a[0]})"
-        case "sum_cut":  # 2^23 and the whole part of a sum (grid.encode_by_words)
+        case "sum_cut":  # 2^23 and the whole part of a sum (grid_words.encode_by_words)
             text = "{ .reg .f32 t; add.rz.f32 t, $1, $2; add.rz.f32 $0, t, 0f4B000000; }"
             return f'tl.inline_asm_elementwise("{text}", "=f,f,f", [{a[0]}, {a[1]}], dtype=tl.float32, is_pure=True, pack=1)'
         case operation if operation.startswith("stochastic_rank"):
