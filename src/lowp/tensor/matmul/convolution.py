@@ -154,18 +154,7 @@ def _kernel_times_patches(kernel: Tensor, patches: Tensor, bias: Tensor | None, 
 
 
 @_conv2d.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Any,
-    stride: Any,
-    dilation: Any,
-    groups: int,
-    arithmetic: str,
-    noise: Any,
-    seed: Any,
-    step: Any,
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Any, stride: Any, dilation: Any, *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0], *_positions(x, weight.shape[2:], stride, dilation)))
 
 
@@ -199,18 +188,7 @@ def _of_image(
 
 
 @_of_image.register_fake
-def _(
-    gradient: Tensor,
-    weight: Tensor,
-    size: Any,
-    stride: Any,
-    dilation: Any,
-    groups: int,
-    arithmetic: str,
-    noise: Any,
-    seed: Any,
-    step: Any,
-) -> Tensor:
+def _(gradient: Tensor, weight: Tensor, size: Any, stride: Any, dilation: Any, groups: int, *_: Any) -> Tensor:
     return gradient.new_empty((gradient.shape[0], weight.shape[1] * groups, *size))
 
 
@@ -248,18 +226,7 @@ def _of_kernel(
 
 
 @_of_kernel.register_fake
-def _(
-    gradient: Tensor,
-    x: Tensor,
-    kernel: Any,
-    stride: Any,
-    dilation: Any,
-    groups: int,
-    arithmetic: str,
-    noise: Any,
-    seed: Any,
-    step: Any,
-) -> Tensor:
+def _(gradient: Tensor, x: Tensor, kernel: Any, stride: Any, dilation: Any, groups: int, *_: Any) -> Tensor:
     return gradient.new_empty((gradient.shape[1], x.shape[1] // groups, *kernel))
 
 

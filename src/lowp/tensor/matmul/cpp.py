@@ -169,12 +169,7 @@ class _CppSource:
 
     def text(self) -> str:
         steps, programs = self._steps, self._programs
-        functions = [
-            self._function("multiply_add", programs.multiply_add, 2),
-            self._function("add", programs.add, 1),
-            self._function("add_exactly", programs.add_exactly, 1),
-            self._function("finish", programs.finish, 0),
-        ]
+        functions = [self._function(name, program, joining) for name, (program, joining) in programs.functions.items()]
         sizes = {
             "STATES": steps.states, "UNIFORMS": steps.uniforms, "CHUNK": steps.arithmetic.chunk,
             "PRODUCT_KEYS": programs.product_keys, "SUM_KEYS": programs.sum_keys,

@@ -113,14 +113,14 @@ def _matmul(
 
 
 def noise_of(numbers: Sequence[int], seed: Tensor | None, step: Tensor | None) -> Noise:
-    """What `noise_parts` took apart. A tensor on the host is read there, where nobody waits for it."""
+    """What `noise_parts` took apart. A tensor on the host is read there, without waiting."""
     own = [int(t) if t is not None and t.device.type == "cpu" else t for t in (seed, step)]
     parts: list[Any] = [number if tensor is None else tensor for number, tensor in zip(numbers, own, strict=False)]
     return Noise(*parts, *numbers[2:4], domain=Domain(numbers[4]))
 
 
 @_matmul.register_fake
-def _(a: Tensor, b: Tensor, bias: Any, arithmetic: str, noise: Any, seed: Any, step: Any, part: int) -> Tensor:
+def _(a: Tensor, b: Tensor, *_: Any) -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]))
 

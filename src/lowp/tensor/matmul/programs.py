@@ -45,6 +45,16 @@ class Programs:
     def finish(self) -> Program:
         return self._traced(self.steps.finish, [], self.steps.roundings_at_end * self._key_size)
 
+    @property
+    def functions(self) -> dict[str, tuple[Program, int]]:
+        """By their names in a text; and how many numbers of each join the sum."""
+        return {
+            "multiply_add": (self.multiply_add, 2),
+            "add": (self.add, 1),
+            "add_exactly": (self.add_exactly, 1),
+            "finish": (self.finish, 0),
+        }
+
     def _traced(self, function: Callable[..., Any], joining: list[torch.dtype], numbers: int) -> Program:
         held = [self.steps.carrier.dtype] * (self.steps.states + self.steps.uniforms)
         program = trace(function, [Element(dtype) for dtype in joining + held], numbers, 0, self.tables, self._device)

@@ -76,12 +76,7 @@ class _TritonSource:
 
     def text(self) -> str:
         steps, programs = self._steps, self._programs
-        functions = [
-            self._function("multiply_add", programs.multiply_add, 2),
-            self._function("add", programs.add, 1),
-            self._function("add_exactly", programs.add_exactly, 1),
-            self._function("finish", programs.finish, 0),
-        ]
+        functions = [self._function(name, program) for name, (program, _) in programs.functions.items()]
         run = _RUN.format(
             tables="".join(f"table{i}, " for i in range(len(programs.tables))),
             uniforms="".join(f"    u{i} = tl.load(uniforms + {i})\n" for i in range(steps.uniforms)),
@@ -122,7 +117,7 @@ class _TritonSource:
         given = [joining] if joining else []
         return f"{', '.join(states)} = {name}({', '.join([*given, *states, *uniforms, 'key', 'index', *tables])})"
 
-    def _function(self, name: str, program: Program, joining: int) -> str:
+    def _function(self, name: str, program: Program) -> str:
         tables = [f"table{i}" for i in range(len(self._programs.tables))]
         arguments = [*(v.name for v in program.elements), "key", "index", *tables]
         lines = ["@triton.jit", f"def {name}({', '.join(arguments)}):"]
