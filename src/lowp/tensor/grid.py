@@ -336,15 +336,7 @@ def _rank(magnitude: Tensor, negative: Tensor, g: Grid, noise: Tensor | None, ho
     else:
         drop = under.clamp(g.dropped, c.fraction_bits + 2)  # from there on, a significand is less than half a step
     binades = (field.clamp(min=g.lowest_field) - g.lowest_field) << g.mantissa_bits
-    return binades + cut(
-        significand,
-        drop,
-        lambda: (significand >> drop) & 1,
-        g.mode,
-        negative,
-        noise,
-        c.noise_bits,
-    )
+    return binades + cut(significand, drop, lambda: (significand >> drop) & 1, g.mode, negative, noise, c.noise_bits)
 
 
 def _codes_below(binade: Tensor, g: Grid) -> Tensor:

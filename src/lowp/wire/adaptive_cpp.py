@@ -26,23 +26,8 @@ if TYPE_CHECKING:
 _DTYPES = {torch.float32: ("float", "x", "x"), torch.bfloat16: ("int16_t", "bfloat_to_float(x)", "float_to_bfloat(x)"),
            torch.float16: ("int16_t", "half_to_float(x)", "float_to_half(x)")}  # fmt: skip
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
-_ENCODE = (_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG)
-_DECODE = (
-    _POINTER,
-    _POINTER,
-    _POINTER,
-    _POINTER,
-    _LONG,
-    _POINTER,
-    _LONG,
-    _POINTER,
-    _POINTER,
-    _LONG,
-    _LONG,
-    _LONG,
-    _LONG,
-    _LONG,
-)
+_ENCODE = (*[_POINTER] * 4, _LONG, _POINTER, _LONG, *[_POINTER] * 2, _LONG, _POINTER, _LONG)
+_DECODE = (*[_POINTER] * 4, _LONG, _POINTER, _LONG, *[_POINTER] * 2, *[_LONG] * 5)
 
 
 def _array(kind: str, name: str, values: Sequence[float]) -> str:
