@@ -7,9 +7,9 @@ import torch
 
 import lowp
 from lowp.wire.codec import codec_of
-from lowp.wire.kept import PIECE, KeptRow, KeptTable, position_bytes
 from lowp.wire.messages import Messages
 from lowp.wire.plan import Layer, chunks_of
+from lowp.wire.top_k import PIECE, KeptRow, KeptTable, position_bytes
 from waiting import no_host_waits
 
 pytestmark = [

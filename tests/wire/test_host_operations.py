@@ -8,9 +8,9 @@ import lowp
 from lowp.tensor.kernels import building
 from lowp.wire.chunk_scheduler import ChunkScheduler
 from lowp.wire.exchange import BucketExchange, State
-from lowp.wire.kept import KeptRow, KeptTable
 from lowp.wire.report import Meter
 from lowp.wire.settings import Parameters, Settings
+from lowp.wire.top_k import KeptRow, KeptTable
 from lowp.wire.warm_up import SilentLink
 from lowp.wire.workspace import Workspace
 

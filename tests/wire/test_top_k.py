@@ -9,10 +9,10 @@ import torch
 import lowp
 from lowp.tensor.kernels import building
 from lowp.wire.codec import PartLayout, codec_of
-from lowp.wire.kept import PIECE, KeptRow, KeptTable, position_bytes
 from lowp.wire.messages import Messages
 from lowp.wire.plan import Layer, chunks_of
 from lowp.wire.reductions import REDUCTIONS
+from lowp.wire.top_k import PIECE, KeptRow, KeptTable, position_bytes
 from lowp.wire.virtual import VirtualExchange
 
 

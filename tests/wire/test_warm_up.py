@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowp
 from lowp.tensor import block_kernels, kernels
 from lowp.tensor.lists import parts
-from lowp.wire import adaptive_group, kept, warm_up
+from lowp.wire import adaptive_group, top_k, warm_up
 
 STEPS = 5
 CALLS_BEFORE_BUILD = 2  # of a kernel for small tensors, instead of 32: what 40 steps would build, 5 do
@@ -85,7 +85,7 @@ class Pretended:
             return call
 
         kernels._build, parts._build, block_kernels._build = Kernel, of_parts, of_blocks
-        kernels._build_elementwise, kept._build = of_few, of_kept
+        kernels._build_elementwise, top_k._build = of_few, of_kept
         adaptive_group.AdaptiveFunction.build = of_adaptive
         kernels.CALLS_BEFORE_BUILD = CALLS_BEFORE_BUILD
         lowp.set_kernel_policy("auto")

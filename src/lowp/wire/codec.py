@@ -2,7 +2,7 @@
 
 A message part has the bytes of n float32 numbers of one layer:
 
-    positions with top-k: which numbers were kept (kept.py); what follows is of these alone
+    positions with top-k: which numbers were kept (top_k.py); what follows is of these alone
     payload   the codes of the (scaled) numbers
     high      formats of 9 to 15 bits: what of each code goes beyond its first byte
     scales    block formats: one code a block; then one float32 for the whole part, where the format has one (nvfp4)
@@ -37,8 +37,8 @@ from lowp.tensor.packing import group
 from lowp.wire import adaptive, scaling
 from lowp.wire.adaptive import Adaptive, AdaptiveLayout, parse_adaptive
 from lowp.wire.adaptive_tables import LEAST_UNBIASED
-from lowp.wire.kept import PIECE, KeptRow, KeptTable, position_bytes
 from lowp.wire.scaling import Scale, scale_of
+from lowp.wire.top_k import PIECE, KeptRow, KeptTable, position_bytes
 
 ROOM, EVERY = 2, "all"
 """Sums of top-k have room for so many ranks' choices, and the largest numbers of a sum are sent. A sum has numbers wherever one

@@ -17,7 +17,7 @@ from lowp.wire.codec import Codec
 from lowp.wire.codec_group import CodecGroup, Noises, Segment
 from lowp.wire.plan import Part, Shard
 from lowp.wire.scaling import divide_, poisoned, write_bounds
-from lowp.wire.sparse import SparseGroup
+from lowp.wire.top_k_group import TopKGroup
 from lowp.wire.workspace import NEW_MEMORY, NewMemory
 
 
@@ -40,7 +40,7 @@ class Messages:
         self.layers = 1 + max((part.layer for shard in self.shards for part in shard.parts), default=0)
         self.spans: list[tuple[int, int]] = []
         self._groups: dict[Codec, CodecGroup] = {}
-        self._sparse_groups: dict[Codec, SparseGroup] = {}
+        self._top_k_groups: dict[Codec, TopKGroup] = {}
         self._kept: dict[tuple[str, torch.device], Tensor] = {}
         index = start = begin = 0
         for number, shard in enumerate(self.shards):
@@ -124,7 +124,7 @@ class Messages:
             peaks = self.own_peaks(numbers, peaks_of, workspace)
         for place, group in enumerate(self.groups):
             if group.codec.keep < 1:
-                self._sparse(group).encode(numbers, out, factors, peaks, noises, workspace)
+                self._top_k(group).encode(numbers, out, factors, peaks, noises, workspace)
                 continue
             if isinstance(group, AdaptiveGroup):
                 group.encode(numbers, out, self._of_layers(factors, device), noises, workspace)
@@ -146,11 +146,11 @@ class Messages:
             if found is not None:
                 self._write_peaks(group, found, peaks_of, out)
 
-    def _sparse(self, group: CodecGroup) -> SparseGroup:
+    def _top_k(self, group: CodecGroup) -> TopKGroup:
         """The parts of a group with top-k."""
-        if group.codec not in self._sparse_groups:
-            self._sparse_groups[group.codec] = SparseGroup(group, Messages)
-        return self._sparse_groups[group.codec]
+        if group.codec not in self._top_k_groups:
+            self._top_k_groups[group.codec] = TopKGroup(group, Messages)
+        return self._top_k_groups[group.codec]
 
     def _known(
         self,
@@ -253,7 +253,7 @@ class Messages:
                 kernel(source, out, group.table(device), None, of_layers, maxima, messages, stride)
                 continue
             if group.codec.keep < 1:
-                self._sparse(group).decode(source, out, factors, divisor, messages, stride, workspace)
+                self._top_k(group).decode(source, out, factors, divisor, messages, stride, workspace)
             else:
                 self._decode_plainly(group, source, out, factors, divisor, messages, stride)
             if maxima is not None:

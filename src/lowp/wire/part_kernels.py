@@ -7,7 +7,7 @@
   measure_sum, which decodes them too;
 - round: numbers as sending and receiving would make them, in place.
 
-With top-k, this is done to the kept numbers (sparse.py).
+With top-k, this is done to the kept numbers (top_k_group.py).
 
 A codec that has no kernel (blocks that are no multiple of 16) is worked on part by part, by the codec's own operations,
 as is everything where no kernel can be compiled. The bytes are the same.

@@ -1,4 +1,4 @@
-"""Top-k's choice, and sums of what was chosen, as C++ (kept.py says what they do). Threads share the parts."""
+"""Top-k's choice, and sums of what was chosen, as C++ (top_k.py says what they do). Threads share the parts."""
 
 import ctypes
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowp.tensor.lists import cpp
 from lowp.tensor.lists.preamble import preamble
-from lowp.wire.kept import DIGITS, PIECE, KeptTable
+from lowp.wire.top_k import DIGITS, PIECE, KeptTable
 
 _SMALL = 1 << 15  # numbers: one thread
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long

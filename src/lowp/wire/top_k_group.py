@@ -1,4 +1,4 @@
-"""The parts of a codec with top-k in some messages: positions (kept.py), and the kept numbers, as any other codec sends them.
+"""The parts of a codec with top-k in some messages: positions (top_k.py), and the kept numbers, as any other codec sends them.
 
 The kept numbers of all parts lie one after the other in memory, and are encoded and decoded as messages of their own, whose
 parts lie behind the positions. So formats, scales, noise and kernels are those of codecs without top-k.
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from lowp.wire.codec import Codec, PartLayout
 from lowp.wire.codec_group import CodecGroup, Noises
-from lowp.wire.kept import KeptRow, KeptTable
 from lowp.wire.plan import Part, Shard
+from lowp.wire.top_k import KeptRow, KeptTable
 from lowp.wire.workspace import NewMemory
 
 if TYPE_CHECKING:
     from lowp.wire.messages import Messages
 
 
-class SparseGroup:
+class TopKGroup:
     """`make` is `Messages`, which this is a part of."""
 
     def __init__(self, group: CodecGroup, make: "Callable[..., Messages]") -> None:

@@ -14,7 +14,7 @@ The k-th largest magnitude is found without sorting. The bits of a magnitude, as
 2. Among the numbers of that bin, the same with the next 10 bits, and then with the last 10: that is the threshold.
 3. Keep what is above the threshold, and of what is equal to it the first ones, until there are k.
 
-All parts of a message are worked on at once. On a CPU a kernel does it (kept_cpp.py), which estimates a lower threshold from
+All parts of a message are worked on at once. On a CPU a kernel does it (top_k_cpp.py), which estimates a lower threshold from
 one vector in 16 to 64 first, so that one pass over all numbers leaves a few to be counted. Elsewhere some 90 operations of
 torch do it, whatever the number of parts.
 
@@ -262,6 +262,6 @@ _CHOOSE, _ADD = "kept: choose", "kept: add"  # kernels
 
 
 def _build(kind: str, device: torch.device) -> Any:
-    from lowp.wire import kept_cpp  # what compiles is loaded when something is compiled
+    from lowp.wire import top_k_cpp  # what compiles is loaded when something is compiled
 
-    return kept_cpp.Choose() if kind == _CHOOSE else kept_cpp.Add()
+    return top_k_cpp.Choose() if kind == _CHOOSE else top_k_cpp.Add()
