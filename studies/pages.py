@@ -208,15 +208,21 @@ def _errors_lines(page: Page) -> Iterator[str]:
 
 
 def evidence(pages: Sequence[Page]) -> list[str]:
-    """README's table: the claims that count most, their verdicts, n, and the pages."""
-    rows = []
+    """README's table: the claims that count most, their verdicts, n, and the pages; of those not run, how many there are."""
+    rows, planned = [], 0
     for page in pages:
         for claim in (each for each in page.claims if each.readme):
             found = claim.judged
+            if found.verdict == "not run":
+                planned += 1
+                continue
             scale, digits = (100, 2) if claim.part.study.metric != "loss" else (1, 4)
             out = _advantage(found, scale, digits)
             rows.append([claim.says, out, str(found.n or ""), _verdict(found), f"[{page.name}](docs/studies/{page.name}.md)"])
-    return table(["claim", "advantage, points or loss", "n", "verdict", "study"], rows)
+    lines = table(["claim", "advantage, points or loss", "n", "verdict", "study"], rows)
+    if planned:
+        lines += ["", f"{planned} further claims and their margins are written down, and not run yet: the pages have them."]
+    return lines
 
 
 def with_evidence(text: str, pages: Sequence[Page]) -> str:

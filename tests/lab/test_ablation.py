@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from made_studies import finish, plan_of, start, write_study
 
-from lowp.lab.ablation import Ablation
+from lowp.lab.ablation import TIME, Ablation
 from lowp.lab.execution import Outcome
 from lowp.lab.results import study_results
 from lowp.lab.study_directory import DONE, StudyDirectory, read_log, state_of_run
@@ -140,6 +140,61 @@ def test_ctrl_c_lets_runs_save_and_a_second_one_ends_them(tmp_path, plan):
     assert executor.asked == ["stop", "kill", "close"]
     assert (state.stopped_by, len(executor.started), state.waiting) == ("SIGINT", 2, len(plan.runs) - 2)
     assert [record["state"] for record in read_log(tmp_path / "s") if record["kind"] == "end"] == ["stopped"] * 2
+
+
+class OneAtATime:
+    """Runs of two seconds, by a clock that the test turns; asked to stop, a run stops."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.started, self.under_way, self.asked = clock, [], None, []
+
+    def has_room(self, job) -> bool:
+        return self.under_way is None
+
+    def start(self, job) -> None:
+        self.started.append(job.name)
+        self.under_way, self.ends = job.name, self.clock[0] + 2.0
+
+    def wait(self, seconds: float) -> list[Outcome]:
+        self.clock[0] += 0.25
+        stopped = "stop" in self.asked
+        if self.under_way is None or not (stopped or self.clock[0] >= self.ends):
+            return []
+        name, self.under_way = self.under_way, None
+        return [Outcome(name, "stopped" if stopped else "finished", "", 2.0)]
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "begun", "asked"),
+    [
+        (1.0, 1, ["stop", "close"]),  # how long a run takes is not known yet: one is begun, and stopped
+        (5.0, 2, ["close"]),  # a third one would end after 6 seconds
+    ],
+)
+def test_a_study_ends_in_its_time(tmp_path, plan, monkeypatch, seconds, begun, asked):
+    clock = [100.0]
+    monkeypatch.setattr("lowp.lab.ablation.time.perf_counter", lambda: clock[0])
+    executor = OneAtATime(clock)
+    with StudyDirectory.open(tmp_path / "s", plan, resume=False) as directory:
+        seconds_of = {setting.name: 1.0 for setting in plan.settings}
+        ablation = Ablation(directory, executor, seconds_of, threads=1, seconds=seconds)
+        state = ablation.run(lambda state: None, lambda run, outcome: None)
+    assert (state.stopped_by, len(executor.started), executor.asked) == (TIME, begun, asked)
+    assert clock[0] - 100.0 <= seconds + 0.5
+
+
+def test_minutes_on_the_command_line(tmp_path):
+    study = write_study(tmp_path, BATCHES, head="seeds = 2")
+    code, out, err = finish(start("ablate", study, "--no-estimate", "--minutes", "0.02", cwd=tmp_path))
+    assert code == 124, out + err
+    assert "stopped by the end of its time" in err
+    assert "--resume" in err
 
 
 @pytest.mark.slow

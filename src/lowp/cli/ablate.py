@@ -1,7 +1,9 @@
 """`lowp ablate`: many runs that differ a little, and what they say together."""
 
+import math
 import platform
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from enum import StrEnum
@@ -21,11 +23,13 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     ("lowp ablate wires.toml --plan", "what would be run, and how long that takes"),
     ("lowp ablate wires.toml --jobs 2", "run it, two runs at a time, into runs/wires"),
+    ("lowp ablate wires.toml --minutes 25", "as much of it as half an hour on a rented GPU has room for"),
     ("lowp ablate wires.toml --resume", "go on with what was stopped; failed runs are tried again"),
     ("lowp ablate wires.toml --on ray --jobs 64", "on the cluster that RAY_ADDRESS names"),
     ("lowp report runs/wires", "the results as a page"),
 )
 FAILED = 1  # the exit code where a run failed
+TIME_OVER = 124  # as that of timeout(1)
 
 
 class Place(StrEnum):
@@ -50,14 +54,20 @@ def ablate(
     mps: Annotated[
         bool, typer.Option("--mps", help="On one GPU: kernels of several runs at the same time, by NVIDIA's MPS.")
     ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="End within so many minutes: begin no run that would not, stop what is under way then."),
+    ] = None,
     estimate: Annotated[bool, typer.Option(help="Time a few steps first, to say how long the study will take.")] = True,
 ) -> None:
     """Run every setting of a study with every seed, and compare them with the baseline.
 
     Ctrl-C lets the runs under way save and ends; --resume completes the study. A run that fails or diverges is recorded.
 
-    Exit codes: 0, all runs were made (diverged ones are results too); 1, a run failed; 2, a mistake; 130 or 143, stopped.
+    Exit codes: 0, all runs were made (diverged ones are results too); 1, a run failed; 2, a mistake; 124, no minutes
+    were left; 130 or 143, stopped.
     """
+    began = time.perf_counter()
     from lowp.lab.ablation import recorded_threads, threads_for
     from lowp.lab.results import check_table
     from lowp.lab.settings import plan_of_study
@@ -77,7 +87,8 @@ def ablate(
         # A task of Ray's asks for as many processors as it has threads: with one, it fits everywhere.
         recorded = recorded_threads(directory) or (1 if on is Place.RAY else None)
         threads = threads_for(plan, jobs or 1, recorded)
-        _make_runs(directory, jobs, on, threads, table, data, mps, estimate)
+        end = math.inf if minutes is None else began + 60 * minutes
+        _make_runs(directory, jobs, on, threads, table, data, mps, estimate, end)
 
 
 def _make_runs(
@@ -89,11 +100,12 @@ def _make_runs(
     data: Path | None,
     mps: bool,
     estimate: bool,
+    end: float,
 ) -> None:
-    """Plan, runs, results."""
+    """Plan, runs, results. `end`: when it must be over, by `time.perf_counter`."""
     from lowp.cli.ablate_screen import StudyScreen
     from lowp.cli.ablate_table import print_results
-    from lowp.lab.ablation import Ablation, known_seconds
+    from lowp.lab.ablation import TIME, Ablation, known_seconds
     from lowp.lab.mps import mps as service
     from lowp.lab.results import study_results, write_table
     from lowp.lab.study_directory import DONE, RESULTS, RUNS_TABLE
@@ -104,7 +116,7 @@ def _make_runs(
     with ExitStack() as stack:
         stack.enter_context(service() if mps else nullcontext())
         executor = _executor(directory, on, jobs, threads)
-        ablation = Ablation(directory, executor, estimates, threads, data)
+        ablation = Ablation(directory, executor, estimates, threads, data, end - time.perf_counter())
         shown = stack.enter_context(StudyScreen(directory, jobs or 1, screen))
         state = ablation.run(shown.show, shown.ended)
     results = study_results(directory.path)
@@ -120,7 +132,7 @@ def _make_runs(
         open_now = state.total - state.count(*DONE)
         again = command("ablate", plan.study.source, "--out", directory.path, "--resume")
         typer.echo(f"lowp: stopped by {state.stopped_by}, {open_now} runs are not finished; go on with: {again}", err=True)
-        raise typer.Exit(128 + signal.Signals[state.stopped_by])
+        raise typer.Exit(TIME_OVER if state.stopped_by == TIME else 128 + signal.Signals[state.stopped_by])
     if failed := state.count("failed"):
         typer.echo(f"lowp: {failed} run{'s' * (failed != 1)} failed; the reasons are in {RUNS_TABLE}", err=True)
         raise typer.Exit(FAILED)

@@ -5,11 +5,13 @@
 2. As long as there is room, begin the next run; as soon as one ends, write down how, and go on.
 3. A run that failed or diverged is recorded with its reason, and stops nothing.
 4. Asked to stop (SIGINT, SIGTERM): no run is begun any more, those under way finish their step and save. Asked twice: at once.
+   The end of the time that the study was given counts as asked. No run is begun that would probably not end before it.
 
 Killed at any moment, the study is what its runs' directories say: step 1 of the next time finds it there. A worker of a study
 that was killed may still be saving its run; the run's lock tells, and the run is left for later.
 """
 
+import math
 import os
 import signal
 import time
@@ -32,6 +34,7 @@ from lowp.training.rundir import LOCK
 
 LOOK = 0.25  # seconds between two looks at runs that are under way
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TIME = "the end of its time"  # in place of a signal's name
 
 
 @dataclass
@@ -104,8 +107,11 @@ class Ablation:
         estimates: Mapping[str, float],
         threads: int,
         data: Path | None = None,
+        seconds: float = math.inf,
     ) -> None:
+        """`seconds`: how long `run` may take, from now on."""
         self._directory, self._executor, self._threads, self._data = directory, executor, threads, data
+        self._end_of_time = time.perf_counter() + seconds
         self._runs = {run.name: run for run in directory.plan.runs}
         self.state = StudyState(len(self._runs), estimates)
         self._queue: deque[StudyRun] = deque()
@@ -130,7 +136,7 @@ class Ablation:
                 for outcome in self._executor.wait(LOOK):
                     self._end(outcome, ended)
                 show(self.state)
-                if self.state.stopped_by and not self.state.under_way:
+                if not self.state.under_way and (self.state.stopped_by or not self._queue_fits()):
                     break
         finally:
             for each, handler in before.items():
@@ -138,7 +144,21 @@ class Ablation:
             self._executor.close()
         return self.state
 
+    def _queue_fits(self) -> bool:
+        """Is there time for the next run? If not, the study is over."""
+        if self._queue and time.perf_counter() + self._longest(self._queue[0]) > self._end_of_time:
+            self.state.stopped_by = TIME
+        return not self.state.stopped_by
+
+    def _longest(self, run: StudyRun) -> float:
+        """Seconds of the longest run of the same setting that was made this time, else of any."""
+        mine = [each for name, each in self.state.made.items() if self._runs[name].setting is run.setting]
+        return max(mine or self.state.made.values(), default=0.0)
+
     def _obey(self, asked: _Stopping, told: int) -> int:
+        if not self.state.stopped_by and time.perf_counter() > self._end_of_time:
+            self.state.stopped_by = TIME
+            self._executor.stop()
         if asked.times > told:
             assert asked.by is not None
             self.state.stopped_by = asked.by.name
@@ -153,7 +173,7 @@ class Ablation:
         for _ in range(len(self._queue)):
             run = self._queue[0]
             job = self._job(run)
-            if not self._executor.has_room(job):
+            if not self._executor.has_room(job) or time.perf_counter() + self._longest(run) > self._end_of_time:
                 break
             self._queue.popleft()
             if _in_use(self._directory.of(run)):

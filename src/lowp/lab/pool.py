@@ -100,10 +100,14 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number) if number == signal.SIGKILL else self._process.send_signal(number)
 
-    def close(self, seconds: float) -> None:
+    def give_no_more(self) -> None:
+        """It ends after its job."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
+
+    def close(self, seconds: float) -> None:
+        self.give_no_more()
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -183,6 +187,8 @@ class LocalPool:
             worker.signal(signal.SIGKILL)
 
     def close(self) -> None:
+        for worker in self._workers.values():  # all at once: torch takes seconds to end, more on a GPU
+            worker.give_no_more()
         for worker in self._workers.values():
             worker.close(GRACE if worker.job is not None else 10.0)
         self._workers.clear()

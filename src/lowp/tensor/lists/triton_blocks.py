@@ -208,16 +208,8 @@ def _encode(operation: BlockOperation, stages: dict[str, Program]) -> list[str]:
     lines += ["tl.store(scales + block, code, mask=there)"]
     lines += ["if tl.program_id(0) == 0:", "    tl.store(whole, tensor_scale)"] if whole else []
     return lines + (
-        [*_places(operation), *_pack(operation)]
-        if operation.packed
-        else [f"tl.store(elements + {_code_place(operation)}, result, mask=inside)"]
+        [*_places(operation), *_pack(operation)] if operation.packed else ["tl.store(elements + place, result, mask=inside)"]
     )
-
-
-def _code_place(operation: BlockOperation) -> str:
-    """Where codes lie that are not packed. Triton would give a thread as many neighbours as make 16 bytes of codes; their
-    numbers are then read with gaps between threads. So it is told of no more than make 16 bytes of numbers."""
-    return f"tl.max_contiguous(place, [1, {16 // operation.storage.itemsize}])"
 
 
 def _rounded(operation: BlockOperation, stages: dict[str, Program], whole: str) -> list[str]:
@@ -254,7 +246,7 @@ def _decode(operation: BlockOperation) -> list[str]:
         *(
             [*_places(operation), *_unpack(operation)]
             if operation.packed
-            else [f"codes = tl.load(elements + {_code_place(operation)}, mask=inside, other=0)"]
+            else ["codes = tl.load(elements + place, mask=inside, other=0)"]
         ),
         "tl.store(numbers + place, value_of(codes, unit[:, None]), mask=inside)",
     ]
