@@ -45,10 +45,11 @@ class AdamW(LowPrecisionOptimizer):
     def rule(self, parameter: Tensor, group: dict[str, Any], name: str | None) -> Rule:
         return AdamWRule()
 
-    def plain_step(self, group: dict[str, Any], members: list[Tensor], gradients: list[Tensor]) -> bool:
+    def plain_step(
+        self, group: dict[str, Any], members: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]
+    ) -> bool:
         if not members:
             return True
-        states = [self.state[p] for p in members]
         steps = [
             torch.tensor(float(s["step"] - 1), device=p.device if group["fused"] else None)
             for s, p in zip(states, members, strict=True)

@@ -86,7 +86,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def rule(self, parameter: Tensor, group: dict[str, Any], name: str | None) -> Rule:
         raise NotImplementedError
 
-    def plain_step(self, group: dict[str, Any], members: list[Tensor], gradients: list[Tensor]) -> bool:
+    def plain_step(
+        self, group: dict[str, Any], members: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]
+    ) -> bool:
         """Do the step with torch's own functions, where everything is float32. False: not this optimizer."""
         return False
 
@@ -168,9 +170,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 if gradient_scale != 1.0:
                     units = [1.0 / gradient_scale_of(gradient_scale, p) for p in parameters]
                     gradients = [g if unit == 1 else g * unit for g, unit in zip(gradients, units, strict=True)]
-                for p in parameters:
-                    self.state[p]["step"] += 1
-                self.plain_step(group, parameters, gradients)
+                states = [self.state[p] for p in parameters]
+                for state in states:
+                    state["step"] += 1
+                self.plain_step(group, parameters, gradients, states)
             self._update(steps, worst)
         finally:
             for step in steps:
@@ -186,7 +189,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 self.check_settings(group)  # schedules and users change them at any time
             rated = with_rate(group) if members else group
             for each in members:
-                if each.in_float32 and self.plain_step(group, [], []):
+                if each.in_float32 and self.plain_step(group, [], [], []):
                     parameters = [p for p in each.parameters if p.grad is not None]
                     for p in parameters:
                         check_gradient(p)
@@ -200,10 +203,13 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
         On CUDA the host looks at it when the next step comes, by which time it has long been there.
         """
+        propagate = self.defaults["nonfinite"] == "propagate"
+        if propagate and not steps:
+            return None
         together = self._together(steps)
         for step in steps:
             step.measure(together)
-        if self.defaults["nonfinite"] == "propagate":
+        if propagate:
             return None
         worst = self._worst(steps) if together is None else together
         # torch's own functions do not leave a bad step alone

@@ -45,10 +45,11 @@ class SGD(LowPrecisionOptimizer):
     def rule(self, parameter: Tensor, group: dict[str, Any], name: str | None) -> Rule:
         return SGDRule(group["momentum"] != 0, group["nesterov"], group["weight_decay"] != 0)
 
-    def plain_step(self, group: dict[str, Any], members: list[Tensor], gradients: list[Tensor]) -> bool:
+    def plain_step(
+        self, group: dict[str, Any], members: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]
+    ) -> bool:
         if not members:
             return True
-        states = [self.state[p] for p in members]
         # torch begins the buffer with the gradient itself, which ours, of zeros, stands for.
         buffers: list[Tensor | None] = (
             [s["momentum_buffer"] if s["step"] > 1 else None for s in states] if group["momentum"] else []

@@ -20,4 +20,4 @@ def surely_finite(tensors: Iterable[Tensor]) -> bool:
 
     A sum of numbers of which one is not finite is not finite. Sums take less time than largest magnitudes.
     """
-    return all(t.is_cpu and math.isfinite(t.sum(dtype=torch.float32).detach().numpy()) for t in tensors)
+    return all(t.is_cpu and math.isfinite(t.sum(dtype=torch.float32).item()) for t in tensors)

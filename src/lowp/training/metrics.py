@@ -8,19 +8,24 @@ from torch import Tensor
 
 from lowp.training.world import World
 
-KEPT = 32  # micro-batches whose right and wrong predictions wait to be counted together
+KEPT = 32  # micro-batches whose predictions wait to be counted together
 KEPT_PREDICTIONS = 1 << 20  # at most, a byte each
+KEPT_LOGITS = 1 << 18  # at most, where logits wait themselves
 
 
 class Metrics:
-    """Sums for each rank that this process stands for (`ranks`), of `shares` in all."""
+    """Sums for each rank that this process stands for (`ranks`), of `shares` in all.
 
-    def __init__(self, ranks: range, shares: int, device: torch.device) -> None:
-        self._ranks, self._shares = ranks, shares
+    `lasting`: logits and targets stay as they are after their step. Those of a user's model or data set may not.
+    """
+
+    def __init__(self, ranks: range, shares: int, device: torch.device, lasting: bool = False) -> None:
+        self._ranks, self._shares, self._lasting = ranks, shares, lasting
         # Scalars, not one tensor: an audit for 16 bits lets scalars pass.
         self._losses = [torch.zeros((), dtype=torch.float64, device=device) for _ in ranks]
         self._correct = [torch.zeros((), dtype=torch.int64, device=device) for _ in ranks]
         self._right: list[list[Tensor]] = [[] for _ in ranks]  # true where a prediction was right; not in `_correct` yet
+        self._predicted: list[list[tuple[Tensor, Tensor]]] = [[] for _ in ranks]  # logits and targets; not in `_right` yet
         self._waiting: list[list[tuple[Tensor, float]]] = [[] for _ in ranks]  # losses and shares; not in `_losses` yet
         self._predictions = [0 for _ in ranks]
         self.steps = 0  # in these sums
@@ -49,11 +54,15 @@ class Metrics:
         self._losses[place].fill_(total)
 
     def add_predictions(self, rank: int, logits: Tensor, targets: Tensor) -> None:
-        """Counted some steps at a time: two small operations fewer in a step."""
+        """Counted some steps at a time: two small operations fewer in a step, and of small logits four."""
         place = rank - self._ranks.start
-        right = self._right[place]
-        right.append(logits.detach().argmax(-1) == targets)
-        if len(right) >= KEPT or len(right) * targets.numel() >= KEPT_PREDICTIONS:
+        right, predicted = self._right[place], self._predicted[place]
+        if self._lasting and logits.numel() <= KEPT_LOGITS // KEPT:
+            predicted.append((logits.detach(), targets))
+        else:
+            right.append(logits.detach().argmax(-1) == targets)
+        waiting = len(right) + len(predicted)
+        if waiting >= KEPT or waiting * targets.numel() >= KEPT_PREDICTIONS:
             self._count(place)
 
     def record(self, loss: Tensor, logits: Tensor, targets: Tensor) -> None:
@@ -71,6 +80,10 @@ class Metrics:
 
     def _count(self, place: int) -> None:
         right, self._right[place] = self._right[place], []
+        predicted, self._predicted[place] = self._predicted[place], []
+        if predicted:
+            logits, targets = (torch.cat(each) for each in zip(*predicted, strict=True))
+            right.append(logits.argmax(-1) == targets)
         if right:
             self._correct[place].add_(torch.cat([each.flatten() for each in right]).sum())
 
@@ -94,6 +107,7 @@ class Metrics:
         for number in (*self._losses, *self._correct):
             number.zero_()
         self._right = [[] for _ in self._ranks]
+        self._predicted = [[] for _ in self._ranks]
         self._waiting = [[] for _ in self._ranks]
         self._predictions = [0 for _ in self._ranks]
         self.steps = 0

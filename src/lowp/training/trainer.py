@@ -38,7 +38,7 @@ from lowp.training.models import MODELS, build_model
 from lowp.training.numerics import Numerics, stored_dtype, wire_settings
 from lowp.training.optimizers import by_torch, master_weights_for, optimizer_for
 from lowp.training.parallel import Placement, RealTeam, VirtualTeam, pipeline_model, split_model
-from lowp.training.plugins import blamed, load_plugin
+from lowp.training.plugins import blamed, is_plugin, load_plugin
 from lowp.training.randomness import seed_of, seed_torch
 from lowp.training.recipe import Recipe
 from lowp.training.step_clock import COMPUTE, EXCHANGE, INPUT, UPDATE, StepClock
@@ -76,7 +76,7 @@ class Trainer:
         self._forward = torch.compile(self.model) if recipe.model.compile else self.model
         self._in_model = blamed(self._model_name)
         self._filter = load_plugin(recipe.data.filter, "data.filter") if recipe.data.filter else None
-        self._metrics = Metrics(self.exchange.ranks, recipe.shares, device)
+        self._metrics = Metrics(self.exchange.ranks, recipe.shares, device, lasting=self._all_ours())
         self.clock = StepClock(device)
         self._answers_later = device.type in ANSWER_LATER and self._may_answer_later()
         self._update = self._make_update()
@@ -127,6 +127,11 @@ class Trainer:
         if kind == "none":
             return None
         return LossScale(float(kind) if _is_number(kind) else kind, model=self.model)
+
+    def _all_ours(self) -> bool:
+        """Does no code of a user's make outputs or targets?"""
+        data = self.recipe.data
+        return self.recipe.model.name in MODELS and not (is_plugin(data.name) or data.transform or data.filter)
 
     def _may_answer_later(self) -> bool:
         """May the next step begin before it is known that this one's gradients were finite? Where they were not, the weights
