@@ -4,8 +4,10 @@ import pytest
 import ranks
 import torch
 
+from lowp.wire import traffic
 from lowp.wire.compressor import Compressor
 from lowp.wire.reductions import REDUCTIONS
+from lowp.wire.rules import Stage
 from lowp.wire.settings import Settings
 from lowp.wire.virtual import VirtualExchange
 
@@ -59,3 +61,11 @@ def test_one_shot_sends_everything_to_everybody():
     sent, of_fp32 = VirtualExchange(4, shapes, "fp16", scale="none", reduction="one_shot").bytes_sent()
     assert sent == pytest.approx(3 * 2 * 31 * 4096, rel=1e-3)
     assert of_fp32 == 1.5 * 4 * 31 * 4096
+
+
+def test_messages_of_too_many_shards_are_refused():
+    """Beyond 16,384 shards, the bytes that mark a total reach into the numbers."""
+    shard = 4 * traffic._NUMBERS + traffic._STEP * traffic._MARKS[Stage.TOTAL]
+    assert traffic._counted_message(1, 16_383 * shard) == traffic.CountedMessage(1, Stage.TOTAL, 16_383)
+    with pytest.raises(ValueError, match="ranks: too many to count"):
+        traffic._counted_message(1, 150_000 * shard)

@@ -37,7 +37,7 @@ def predict_steps(
     ] = None,
     ranks: Annotated[str, typer.Option(metavar="N", help="1:4096 doubles; 8,64,512 are three numbers.")] = "1:64",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples of one rank in a step.")] = None,
-    bucket_mb: Annotated[float, typer.Option(help="Megabytes of gradients that travel together.")] = 25.0,
+    bucket_mb: Annotated[float, typer.Option(help="Of gradients that travel together: DDP's bucket_cap_mb.")] = 25.0,
     weights: Annotated[str, typer.Option(metavar="FORMAT", help="Of weights and all that has no format of its own.")] = "fp32",
     state: Annotated[str, typer.Option(metavar="FORMAT", help="Of the optimizer's state.")] = "",
     optimizer: Annotated[str, typer.Option(metavar="NAME", help="sgd, lars, adamw or lamb: for the memory.")] = "sgd",

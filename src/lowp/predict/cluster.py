@@ -142,6 +142,8 @@ class Device:
         for model, points in self.samples.items():
             if not points or any(batch < 1 or not 0 < rate < math.inf for batch, rate in points):
                 raise ValueError(f"samples.{model}: batches are at least 1 and samples a second above 0")
+            if len({batch for batch, _ in points}) < len(points):
+                raise ValueError(f"samples.{model}: every batch has one rate")
 
     def step_seconds(self, model: str, batch: int) -> float | None:
         """Forward and backward by `samples`; None where the model is not in it.
