@@ -49,9 +49,7 @@ def test_measured_collectives():
     found = {(row["link"], row["contender"]): error(row) for row in ROWS}
     assert len(found) == 24
     assert statistics.median(abs(each) for each in found.values()) <= 0.03
-    # Four ranks on two cores add up inside nodes in float32: at 1 Gbit/s their processors are the bottleneck.
-    bound = [key for key, each in found.items() if abs(each) > 0.13]
-    assert bound == [("1gbit, 4 ranks on 2 nodes", "lowp e5m2 hierarchical")]
+    assert max(abs(each) for each in found.values()) <= 0.1
 
 
 @pytest.mark.parametrize("link", sorted({row["link"] for row in ROWS}))
