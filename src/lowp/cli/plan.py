@@ -70,8 +70,9 @@ def plan_wire(
 def print_plan(found: "WirePlan") -> None:
     out, chosen = console(), found.chosen
     step = chosen.step
+    many = "s" if step.ranks > 1 else ""
     out.print(
-        f"{literal(step.model)} on {step.ranks:,} ranks of {literal(step.cluster)}, {step.batch:,} samples each; "
+        f"{literal(step.model)} on {step.ranks:,} rank{many} of {literal(step.cluster)}, {step.batch:,} samples each; "
         f"error at most {found.max_error:g}"
     )
     out.print(f"[dim]errors are of {literal(found.gradients)}[/]\n")

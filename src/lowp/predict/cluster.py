@@ -269,7 +269,8 @@ class Cluster:
         if ranks == 1:
             return Arrangement((), (1,))
         if not self.levels:
-            raise ValueError(f"ranks: {ranks} need links, and cluster {self.name} has no level of them ([[levels]])")
+            what = "[[levels]] of its file, which `lowp calibrate --ranks 2` measures"
+            raise ValueError(f"ranks: {ranks} need links, and cluster {self.name} has none ({what})")
         outer = self.levels[-1]
         raise ValueError(
             f"ranks: {ranks} need a level of links beyond {outer.name!r}, which joins {outer.ranks}; "
