@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from lowp.predict.cluster import Cluster, Device, LinkLevel
 from lowp.predict.cluster_file import cluster_toml, read_cluster
@@ -52,6 +53,11 @@ def test_json_has_all_options(from_json, slow):
         (("calibrate", "--device", "tpu"), "--device is cpu, cuda or auto, not 'tpu'"),
         (("calibrate", "--model", "mpl"), "did you mean 'mlp'"),
         (("calibrate", "--codec", "e4m3fm"), "did you mean 'e4m3fn'"),
+        pytest.param(
+            ("calibrate", "--device", "cuda"),
+            "--device cuda: there is no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
         (("calibrate", "--model", "mlp", "--recipe", "aps8"), "--model and --recipe: give one of them"),
     ],
 )

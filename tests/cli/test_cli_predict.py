@@ -49,6 +49,24 @@ def test_a_file_of_ones_own(stdout, tmp_path):
     assert "mine" in stdout(*QUICK, "--cluster", path, "--ranks", "2")
 
 
+def test_names_are_text(stdout, tmp_path):
+    """rich would take brackets for markup."""
+    path = tmp_path / "größe [x].toml"
+    path.write_text(
+        'name = "[/red] rack"\n[device]\nname = "[bold]"\nflops = "10 TFLOP/s"\nbandwidth = "500 GB/s"\n'
+        '[[levels]]\nname = "[/]"\nbandwidth = "1 Gbit/s"\nlatency = "50 us"\n'
+    )
+    assert "[/red] rack  [bold]; [/] 1 Gbit/s" in stdout(*QUICK, "--cluster", path, "--ranks", "2")
+
+
+def test_tiny_models_fit_too(stdout):
+    """Compute of some microseconds, speed-ups far below 1."""
+    said = stdout("predict", "--model", "mlp", *CLUSTER, "--ranks", "1:4096", "--wire", "fp32", "--wire", "e5m2")
+    assert "…" not in said
+    assert max(len(line.rstrip()) for line in said.splitlines()) <= 80
+    assert "<.01 %" in stdout("predict", "--model", "mlp", "--batch", "1", *CLUSTER, "--ranks", "4096", "--wire", "e5m2@ring")
+
+
 def test_lists(stdout, from_json):
     said = stdout("predict", "--clusters")
     assert "dgx-h100" in said
@@ -68,6 +86,8 @@ def test_lists(stdout, from_json):
         ((*CLUSTER, "--model", "resnet5"), "unknown model 'resnet5'; did you mean 'resnet50'"),
         ((*CLUSTER, "--wire", "e5m2@rign"), "unknown reduction 'rign'; did you mean 'ring'"),
         ((*CLUSTER, "--ranks", "8:1"), "does not ascend"),
+        ((*CLUSTER, "--ranks", "0"), "ranks: '0' must be at least 1"),
+        ((*CLUSTER, "--wire", "e5m2@"), "wire 'e5m2@': after @ comes a reduction"),
         (("--cluster", "dgx-h100", "--ranks", "12"), "ranks: 12 do not divide into groups of 8"),
         ((*CLUSTER, "--optimizer", "adam"), "did you mean 'adamw'"),
         ((*CLUSTER, "--plot", "out.gif"), "pictures are .png"),

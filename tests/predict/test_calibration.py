@@ -14,6 +14,8 @@ from lowp.predict.cluster import LinkLevel
 from lowp.predict.cluster_file import cluster_from, cluster_toml
 from lowp.predict.prediction import predict
 from lowp.predict.probes.link import MANY, SIZES, SMALL, fitted, sharing_ranks
+from lowp.predict.probes.meeting import Meeting
+from lowp.predict.probes.model import ROUNDS, WARM_UP, model_times
 from lowp.predict.subjects import subject_of
 
 
@@ -90,3 +92,21 @@ class Unused(nn.Module):
 def test_a_parameter_that_gets_no_gradient_is_named():
     with pytest.raises(ValueError, match=r"backward reached no gradient of unused\.weight"):
         calibrate_cluster(subjects=[subject_of(Unused(), torch.randn(2, 4))], codecs=[], seconds=5)
+
+
+class Counted(torch.nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 4), (60.0, 2 * (WARM_UP + ROUNDS))])
+def test_a_slow_model_is_measured_in_few_steps(seconds, calls):
+    """Two kinds of step, each once to warm up and once to be measured, where there is no time for more."""
+    model = Counted(4, 2)
+    times, _ = model_times(Meeting(torch.device("cpu")), subject_of(model, torch.randn(6, 4)), seconds)
+    assert model.calls == calls
+    assert times.forward > 0
+    assert set(times.layers) == {"weight", "bias"}

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from lowp.predict.cluster import Cluster, Device, LinkLevel, Stragglers, expected_maximum
-from lowp.predict.cluster_file import cluster_from, cluster_of, cluster_toml, known_clusters, read_cluster
+from lowp.predict.cluster_file import cluster_from, cluster_here, cluster_of, cluster_toml, known_clusters, read_cluster
 from lowp.predict.toml_keys import ClusterError
 
 GOOD = """
@@ -104,6 +105,18 @@ MISTAKES = [
     ("[device]", "[devic]", "devic: no such key; did you mean 'device'?"),
     ("batch = 4", "", "device.times.mine.batch: is missing"),
     ("compressed =", "packed =", "device.times.mine.excess.packed: no such kind of wire; there are fp32, hook, compressed"),
+    ('forward = "1 ms"', 'forward = "1e400 ms"', "device.times.mine.forward: '1e400 ms' is too large"),
+    ('["1 MB", "9 us"]', '["1 MB", "1e400 s"]', "levels[0].latency: '1e400 s' is too large"),
+    ("variation = 0.02", f"variation = 1{400 * '0'}", f"stragglers.variation: 1{79 * '0'}... is not a number"),
+    ("batch = 4", f"batch = 1{400 * '0'}", f"device.times.mine.batch: 1{79 * '0'}... is not a whole number"),
+    ("[16, 71]", "[8, 71]", "device.samples.gpt2: every batch has one rate"),
+    ("[16, 71]", "[true, 71]", "device.samples.gpt2: [[8, 60], [True, 71]] is neither samples a second nor a list"),
+    (
+        'codecs."e5m2/aps"',
+        'codecs."e5m2/apss"',
+        "codecs.e5m2/apss: wire 'e5m2/apss': unknown scale 'apss'; did you mean 'aps'?",
+    ),
+    ('codecs."e5m2/aps"', 'codecs."torch fp17"', "codecs.torch fp17: wire 'fp17': unknown format 'fp17'; did you mean 'fp16'"),
     ('compressed = "3 ms"', 'compressed = "-3 ms"', "device.times.mine.excess.compressed: '-3 ms' must be at least 0"),
 ]
 
@@ -126,7 +139,7 @@ def test_files_that_are_none(tmp_path):
         cluster_of(tmp_path)
     with pytest.raises(ClusterError, match=r"my.toml: line 2, column 5: invalid value"):
         read("[a]\nb = ?\n", tmp_path)
-    with pytest.raises(ClusterError, match="unknown cluster 'dgx-h10'; did you mean 'dgx-h100'"):
+    with pytest.raises(ClusterError, match=r"unknown cluster 'dgx-h10' .*; did you mean 'dgx-h100'"):
         cluster_of("dgx-h10")
 
 
@@ -134,7 +147,7 @@ def test_without_levels_there_is_one_device():
     alone = cluster_from({"device": {}, "levels": []})
     assert alone == cluster_from({"device": {}})
     assert alone.arrange(1).ranks == 1
-    with pytest.raises(ValueError, match=r"ranks: 2 need links, and cluster cluster has no level of them \(\[\[levels\]\]\)"):
+    with pytest.raises(ValueError, match=r"ranks: 2 need links, and cluster cluster has none \(\[\[levels\]\]"):
         alone.arrange(2)
 
 
@@ -184,3 +197,10 @@ def test_samples_by_batch():
     assert device.step_seconds("three", 1) is None
     falling = replace(device, samples={"x": ((32, 100.0), (64, 80.0))})  # larger batches are slower: no part is fixed
     assert falling.step_seconds("x", 1) > 0
+
+
+def test_a_plan_for_these_ranks_wants_a_cluster_of_their_kind():
+    cpu = torch.device("cpu")
+    assert cluster_here("cpu-1g", cpu).name == "cpu-1g"
+    with pytest.raises(ClusterError, match="cluster 'dgx-h100' is of cuda devices, and gradients are on cpu"):
+        cluster_here("dgx-h100", cpu)

@@ -72,6 +72,7 @@ def test_torchs_own_16_bits_are_a_hook_and_no_recipe():
     model, inputs = make()
     found = plan(model, cluster(1e5), 4, inputs=inputs, wires=("fp16",), batch=8)
     assert found.chosen.wire == "fp16"
+    assert found.code.startswith("from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n")
     assert found.code.endswith("ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)")
     assert found.recipe is None
     assert "--no-torch" in found.recipe_toml

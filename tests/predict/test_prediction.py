@@ -214,7 +214,9 @@ def test_numbers_of_ranks():
     assert ranks_of(5) == (5,)
     assert ranks_of([4, 4, 2]) == (4, 2)
     for wrong, said in (
-        ("8:1", "does not ascend"),
+        ("8:1", "'8:1' does not ascend"),
+        ("0", "'0' must be at least 1"),
+        ("0:8", "'0:8' must be from at least 1"),
         ("many", "is neither a number"),
         (0, "from 1 to"),
         ("0:4", "at least 1"),

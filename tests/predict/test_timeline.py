@@ -119,6 +119,14 @@ def test_a_burst_passes_at_once_after_a_pause():
     assert step_times(0.4, late, 1, burst=0.5).step == pytest.approx(0.4 + 0.7 - 0.2)
 
 
+def test_a_burst_spares_no_latency():
+    """On a stream, which waits until a message is there."""
+    sent = ChunkCost((ChunkStep(0, 0, 0.1, 0.5), ChunkStep(0, 0)), 0.0, 0.0, 0)
+    jobs = [BucketJob(1.0, (sent,))]
+    assert step_times(1.0, jobs, 1, streamed=True).step == pytest.approx(1.6)
+    assert step_times(1.0, jobs, 1, streamed=True, burst=3.0).step == pytest.approx(1.5)
+
+
 def test_messages_that_the_processor_handles_delay_the_computation():
     sent = ChunkCost((ChunkStep(0, 0, 0.2, 0, 0.1), ChunkStep(0, 0)), 0.0, 0.0, 0)
     times = step_times(1.0, [BucketJob(0.5, (sent,))], 1)

@@ -170,3 +170,5 @@ def test_measured_times_come_first():
     assert sum(whole.backward) == pytest.approx(1e-2)
     with pytest.raises(ValueError, match=r"times.net.layers: '0.bias' is missing"):
         workload.on(Device("d", times={"net": ModelTimes(4, 2e-3, 1e-2, {"0.weight": 1.0})}), 4)
+    with pytest.raises(ValueError, match=r"device.times.net: forward and backward together must take more than 0 s"):
+        workload.on(Device("d", times={"net": ModelTimes(4, 0.0, 0.0)}), 4)

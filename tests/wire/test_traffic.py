@@ -12,8 +12,10 @@ import pytest
 import ranks
 import torch
 
+from lowp.wire import traffic
 from lowp.wire.compressor import Compressor
 from lowp.wire.reductions import REDUCTIONS
+from lowp.wire.rules import Stage
 from lowp.wire.settings import Settings
 from lowp.wire.virtual import VirtualExchange
 
@@ -89,3 +91,11 @@ def test_the_interface_counts_the_bytes_that_are_reported():
         exchange = VirtualExchange(interface_bytes.WORLD, shapes, **case)
         assert reported == sum(exchange.bytes_sent(rank)[0] for rank in range(interface_bytes.WORLD)), case
         assert reported <= on_the_interface <= 1.02 * reported + 20_000, case
+
+
+def test_messages_of_too_many_shards_are_refused():
+    """Beyond 16,384 shards, the bytes that mark a total reach into the numbers."""
+    shard = 4 * traffic._NUMBERS + traffic._STEP * traffic._MARKS[Stage.TOTAL]
+    assert traffic._counted_message(1, 16_383 * shard) == traffic.CountedMessage(1, Stage.TOTAL, 16_383)
+    with pytest.raises(ValueError, match="ranks: too many to count"):
+        traffic._counted_message(1, 150_000 * shard)

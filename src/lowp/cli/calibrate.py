@@ -45,6 +45,8 @@ def calibrate(
     The result is a TOML file that `lowp predict`, `lowp plan` and `lowp train --set wire.cluster=FILE` take. The file is
     replaced at the end, in one moment: a calibration that is interrupted leaves everything as it was.
     """
+    import torch
+
     from lowp.predict.calibration import check_limit, codecs_of
     from lowp.predict.candidates import CODECS
     from lowp.predict.subjects import check_models
@@ -54,6 +56,8 @@ def calibrate(
     check_limit(seconds)
     if device not in ("cpu", "cuda", "auto"):
         raise ValueError(f"--device is cpu, cuda or auto, not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: there is no CUDA device here; auto takes one where there is one")
     if recipe and models:
         raise ValueError("--model and --recipe: give one of them; a recipe has its own model")
     codecs_of(codecs or CODECS)

@@ -37,6 +37,13 @@ def table() -> "Table":
     )
 
 
+def literal(text: str) -> str:
+    """Text whose brackets are brackets, not rich's markup."""
+    from rich.markup import escape
+
+    return escape(text)
+
+
 def survive_narrow_encodings() -> None:
     """A terminal that cannot show a character gets a question mark, not a UnicodeEncodeError."""
     for stream in (sys.stdout, sys.stderr):

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowp.cli.output import JSON_HELP, console, examples, print_json, table
+from lowp.cli.output import JSON_HELP, console, examples, literal, print_json, table
 
 if TYPE_CHECKING:
     from lowp.predict.planning import WirePlan
@@ -41,10 +41,16 @@ def plan_wire(
     How long a step takes is predicted. How large the error is is found on the model's own gradients, as virtual ranks add them
     up. What is printed at the end applies the choice, in a program and in a recipe.
     """
+    from rich.console import Console
+
     from lowp.predict.planning import plan
     from lowp.predict.wires import PLAIN
 
-    chosen = plan(model, cluster, ranks, max_error=max_error, batch=batch, wires=wires, torchs=PLAIN if torchs else ("fp32",))
+    waiting = "predicting steps and trying wires on gradients; a minute or two for large models"
+    with Console(stderr=True).status(waiting):  # seen in terminals only
+        chosen = plan(
+            model, cluster, ranks, max_error=max_error, batch=batch, wires=wires, torchs=PLAIN if torchs else ("fp32",)
+        )
     if json:
         print_json(
             {
@@ -64,10 +70,12 @@ def plan_wire(
 def print_plan(found: "WirePlan") -> None:
     out, chosen = console(), found.chosen
     step = chosen.step
+    many = "s" if step.ranks > 1 else ""
     out.print(
-        f"{step.model} on {step.ranks} ranks of {step.cluster}, {step.batch} samples each; error at most {found.max_error:g}"
+        f"{literal(step.model)} on {step.ranks:,} rank{many} of {literal(step.cluster)}, {step.batch:,} samples each; "
+        f"error at most {found.max_error:g}"
     )
-    out.print(f"[dim]errors are of {found.gradients}[/]\n")
+    out.print(f"[dim]errors are of {literal(found.gradients)}[/]\n")
     wide = out.width >= WIDE
     result = table()
     result.add_column("wire", no_wrap=True)
@@ -76,11 +84,12 @@ def print_plan(found: "WirePlan") -> None:
     result.add_column("")
     for option in (chosen, *found.runners_up):
         times = option.step.times
-        cells = [option.wire, f"{option.bucket_mb:g}", f"{1e3 * times.step:.3g} ms"]
+        cells = [literal(option.wire), f"{option.bucket_mb:g}", f"{1e3 * times.step:.3g} ms"]
         cells += [f"{1e3 * times.exposed:.3g}", f"{1e3 * (times.encode + times.decode):.3g}"] if wide else []
         cells += [f"{option.error:.2g}", "chosen" if option is chosen else found.why_not(option)]
         result.add_row(*cells, style="bold" if option is chosen else None)
     out.print(result)
+    out.print("[dim]MB: of a bucket, as DDP's bucket_cap_mb (2^20 bytes); recipes have 10^6[/]")
     rest = len(found.options) - 1 - len(found.runners_up)
     if rest:
         out.print(f"[dim]{rest} more are slower; --json has them[/]")

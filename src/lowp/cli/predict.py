@@ -37,7 +37,7 @@ def predict_steps(
     ] = None,
     ranks: Annotated[str, typer.Option(metavar="N", help="1:4096 doubles; 8,64,512 are three numbers.")] = "1:64",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples of one rank in a step.")] = None,
-    bucket_mb: Annotated[float, typer.Option(help="Megabytes of gradients that travel together.")] = 25.0,
+    bucket_mb: Annotated[float, typer.Option(help="Of gradients that travel together: DDP's bucket_cap_mb.")] = 25.0,
     weights: Annotated[str, typer.Option(metavar="FORMAT", help="Of weights and all that has no format of its own.")] = "fp32",
     state: Annotated[str, typer.Option(metavar="FORMAT", help="Of the optimizer's state.")] = "",
     optimizer: Annotated[str, typer.Option(metavar="NAME", help="sgd, lars, adamw or lamb: for the memory.")] = "sgd",
@@ -49,8 +49,11 @@ def predict_steps(
 ) -> None:
     """Predict throughput, speed-up and efficiency on a cluster, and where the time of a step goes.
 
-    A wire is how gradients travel. fp32, fp16 and bf16 are torch's own all-reduce. Everything else is lowp's: e5m2/aps, nvfp4,
-    e2m1fn/block:32, adaptive:4.4, topk:0.01. After @ comes a reduction: ring, tree, hierarchical, halving_doubling, torus.
+    A wire is how gradients travel. fp32, fp16 and bf16: torch's own all-reduce.
+    All else is lowp's: e5m2/aps, nvfp4, e2m1fn/block:32, adaptive:4.4, topk:0.01.
+    After @ comes a reduction: two_shot, one_shot, ring, tree, sequential,
+    by_size, hierarchical, hierarchical(8, leaders), halving_doubling, torus or
+    parameter_server.
     """
     if clusters and models:
         raise ValueError("--clusters and --models each list something else: give one of them")

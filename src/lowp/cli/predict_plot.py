@@ -17,6 +17,8 @@ PARTS = (  # of a step: its name, and its colour
     ("idle", "#EEEEEE"),
 )
 
+MOST_MARKS = 7  # on an axis
+
 
 def plot_prediction(found: Prediction, path: Path) -> None:
     if len(found.wires) > len(COLOURS):
@@ -44,6 +46,8 @@ def plot_prediction(found: Prediction, path: Path) -> None:
     _label(efficiency, "Efficiency", "of all ranks together", "%")
     efficiency.set_yscale("linear")
     efficiency.set_ylim(0, 104)
+    for axes in (throughput, efficiency):  # marks at the ranks that were asked for, or at every second or third of many
+        axes.set_xticks(ranks[:: -(-len(ranks) // MOST_MARKS)])
     _bars(parts, [step for step in found.steps if step.ranks == ranks[-1]])
     handles, names = throughput.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=min(5, len(names)), frameon=False)
@@ -70,7 +74,8 @@ def _bars(axes: "Axes", steps: list[PredictedStep]) -> None:
     axes.barh(
         [place - 0.4 for place in places], hidden, left=starts, height=0.12, color=PARTS[2][1], alpha=0.45, label="hidden"
     )
-    label(axes, f"Where the time goes on {steps[0].ranks:,} ranks", "a step; thin: what travels meanwhile", "ms", "")
+    many = "s" if steps[0].ranks > 1 else ""
+    label(axes, f"Where the time goes on {steps[0].ranks:,} rank{many}", "a step; thin: what travels meanwhile", "ms", "")
     axes.set_xscale("linear")
     axes.set_yscale("linear")
     axes.set_yticks(places, [step.wire for step in steps])

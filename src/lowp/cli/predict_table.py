@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lowp.cli.output import console, table
+from lowp.cli.output import console, literal, table, tidy
 from lowp.predict.prediction import PredictedStep, Prediction
 from lowp.predict.quantities import rate_text, seconds_text
 from lowp.training.units import UNKNOWN, bytes_text, count_text
@@ -20,22 +20,24 @@ LEGEND = (
 def print_prediction(found: Prediction) -> None:
     out = console()
     first, cluster = found.steps[0], found.cluster
-    links = ", ".join(f"{level.name} {rate_text(level.bandwidth)}" for level in cluster.levels)
+    links = ", ".join(f"{level.name} {rate_text(level.bandwidth)}" for level in cluster.levels) or "no links"
     out.print(
-        f"[bold cyan]{first.model}[/]  {found.workload.parameters:,} parameters, {first.batch} {found.workload.unit}s a rank, "
-        f"{seconds_text(first.times.compute)} of computation a step"
+        f"[bold cyan]{literal(first.model)}[/]  {found.workload.parameters:,} parameters, {first.batch:,} "
+        f"{found.workload.unit}s a rank, {seconds_text(first.times.compute)} of computation a step"
     )
-    out.print(f"[bold cyan]{cluster.name}[/]  {cluster.device.name}; {links}\n")
+    out.print(f"[bold cyan]{literal(cluster.name)}[/]  {literal(f'{cluster.device.name}; {links}')}\n")
     for wire in found.wires:
         steps = [step for step in found.steps if step.wire == wire]
-        out.print(f"[bold]{_literal(wire)}[/]  {_literal(steps[-1].reduction)}")
+        out.print(f"[bold]{literal(wire)}[/]  {literal(steps[-1].reduction)}")
         out.print(_by_ranks(steps, found.workload.unit, out.width >= WIDE))
         out.print()
     last = [step for step in found.steps if step.ranks == found.steps[-1].ranks]
     if len(last) > 1:
         out.print(_side_by_side(last))
         out.print()
-    out.print(_memory(max(found.steps, key=lambda step: step.memory.total), cluster.device.memory))
+    most = max(found.steps, key=lambda step: step.memory.total)
+    whose = f" (most: {literal(most.wire)} on {most.ranks:,})" if len(found.steps) > 1 else ""
+    out.print(_memory(most, whose, cluster.device.memory))
     out.print(f"[dim]{LEGEND}[/]")
 
 
@@ -50,8 +52,8 @@ def _by_ranks(steps: list[PredictedStep], unit: str, wide: bool) -> "Table":
         result.add_row(
             f"{step.ranks}",
             count_text(step.throughput) if step.throughput < 999_999.5 else f"{step.throughput / 1e6:.4g} M",
-            f"{step.speedup:.4g}",
-            f"{100 * step.efficiency:.3g} %",
+            _times(step.speedup),
+            _percent(step.efficiency),
             *(_milliseconds(each) for each in (step.step, times.compute, *coded, times.exposed, times.idle, times.hidden)),
         )
     return result
@@ -62,10 +64,10 @@ def _side_by_side(steps: list[PredictedStep]) -> "Table":
     result = table()
     result.add_column(f"on {steps[0].ranks:,} ranks", overflow="fold")
     for heading in ("sent", "messages", "encode", "decode", "step", f"x {steps[0].wire}"):
-        result.add_column(_literal(heading), justify="right", no_wrap=True)
+        result.add_column(literal(heading), justify="right", no_wrap=True)
     for step in steps:
         result.add_row(
-            _literal(step.wire),
+            literal(step.wire),
             bytes_text(step.bytes_sent),
             count_text(step.messages),
             *(_milliseconds(each) for each in (step.times.encode, step.times.decode, step.step)),
@@ -74,23 +76,26 @@ def _side_by_side(steps: list[PredictedStep]) -> "Table":
     return result
 
 
-def _memory(step: PredictedStep, room: float | None) -> str:
+def _memory(step: PredictedStep, whose: str, room: float | None) -> str:
     needs = step.memory
     roles = {"weights": needs.weights, "gradients": needs.gradients, "state": needs.state, "messages": needs.wire}
     shown = ", ".join(f"{role} {bytes_text(size)}" for role, size in roles.items())
     activations = UNKNOWN if needs.activations is None else bytes_text(needs.activations)
     answer = "" if room is None else f" of {bytes_text(room)}: {'it fits' if step.fits else '[red]it does not fit[/]'}"
-    return f"Memory of a rank: {bytes_text(needs.total)}{answer} ({shown}, activations {activations})."
+    return f"Memory of a rank{whose}: {bytes_text(needs.total)}{answer} ({shown}, activations {activations})."
 
 
 def _milliseconds(seconds: float) -> str:
-    """At most two decimals and, below ten seconds, five characters."""
+    """Below ten seconds, at most five characters."""
     value = 1e3 * seconds
-    return "0" if value < 5e-3 else f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    digits = next((digits for below, digits in ((0.0995, 3), (9.995, 2), (99.95, 1)) if value < below), 0)
+    return "0" if value < 5e-3 else f"{value:,.{digits}f}"
 
 
-def _literal(text: str) -> str:
-    """Text whose brackets are brackets, not rich's markup."""
-    from rich.markup import escape
+def _times(speedup: float) -> str:
+    """Four digits, and no exponent where there is room for none."""
+    return tidy(f"{speedup:.1e}") if speedup < 1e-3 else f"{speedup:,.0f}" if speedup >= 999.95 else f"{speedup:.4g}"
 
-    return escape(text)
+
+def _percent(fraction: float) -> str:
+    return "<.01 %" if 0 < fraction < 1e-4 else f"{100 * fraction:.3g} %" if fraction >= 0.01 else f"{100 * fraction:.2f} %"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowp import former_names
-from lowp.cli.output import JSON_HELP, console, examples, print_json, table
+from lowp.cli.output import JSON_HELP, console, examples, literal, print_json, table
 from lowp.invocation import command
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _show_list(json: bool) -> None:
         result.add_row(f"[bold cyan]{data}[/]")
         for recipe in recipes:
             if recipe.data.name == data:
-                result.add_row(f"  {recipe.name}", recipe.model.name, _plain(recipe.description))
+                result.add_row(f"  {recipe.name}", recipe.model.name, literal(recipe.description))
         result.add_section()
     out = console()
     out.print(result)
@@ -106,16 +106,16 @@ def _show_recipe(name: str, toml: bool, json: bool) -> None:
         print_json({"name": recipe.name, "explanation": explanation, "changes": plain(changes), "recipe": plain(recipe)})
         return
     out = console()
-    out.print(f"[bold cyan]{recipe.name}[/]  {_plain(explanation)}\n")
+    out.print(f"[bold cyan]{recipe.name}[/]  {literal(explanation)}\n")
     result = table()
     result.add_column("what it sets", no_wrap=True)
     result.add_column("to")
     for path, value in changes.items():
-        result.add_row(path, _plain(value_text(value)))
+        result.add_row(path, literal(value_text(value)))
     out.print(result)
     out.print(
-        f"\n[dim]Other keys have their defaults: {command('recipes')} {_plain(name)} --toml prints them all.\n"
-        f"{command('train')} {_plain(name)} --set KEY=VALUE ... runs it with some changed.[/]"
+        f"\n[dim]Other keys have their defaults: {command('recipes')} {literal(name)} --toml prints them all.\n"
+        f"{command('train')} {literal(name)} --set KEY=VALUE ... runs it with some changed.[/]"
     )
 
 
@@ -154,7 +154,7 @@ def _show_models(json: bool) -> None:
     result.add_column("what it is, and its options with their defaults")
     for name, (summary, options) in found.items():
         shown = ", ".join(f"{key} = {'(none)' if value is None else value_text(value)}" for key, value in options.items())
-        result.add_row(name, f"{_plain(summary)}\n[dim]{_plain(shown)}[/]")
+        result.add_row(name, f"{literal(summary)}\n[dim]{literal(shown)}[/]")
     out = console()
     out.print(result)
     out.print(f"[dim]{MODEL_LEGEND}[/]")
@@ -177,10 +177,3 @@ def _show_data(json: bool) -> None:
     out = console()
     out.print(result)
     out.print(f"[dim]{DATA_LEGEND}[/]")
-
-
-def _plain(text: str) -> str:
-    """Text that rich prints as it is."""
-    from rich.markup import escape
-
-    return escape(text)

@@ -15,7 +15,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -144,7 +144,7 @@ class Calibration:
         return found, statistics.median(variations) if variations else 0.0
 
     def _sharing(self, device: Device, levels: list[LinkLevel]) -> tuple[Device, list[LinkLevel]]:
-        meeting, compute = self.meeting, self._computation()
+        meeting, compute = self.meeting, self._computation(device.times)
         seconds = self._share("sharing", 2)
         if self.codecs and device.codecs:
             run = CodecRun(self.codecs[0].settings, TwoShot(), torch.randn(1 << 18))
@@ -176,10 +176,12 @@ class Calibration:
             self.say(f"steps    {subject.name}: {what}")
         return found
 
-    def _computation(self) -> Callable[[], object]:
+    def _computation(self, models: Mapping[str, ModelTimes]) -> Callable[[], object]:
         """A step of the first model, unless that takes long; else a product."""
         for subject in self.subjects:
-            step = plain_step(subject)
+            times, step = models[subject.name], plain_step(subject)
+            if times.forward + times.backward > sharing.PERIOD:
+                continue
             step()
             if self.meeting.largest([self.meeting.seconds(step)])[0] < sharing.PERIOD / 8:
                 return step

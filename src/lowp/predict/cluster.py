@@ -142,6 +142,8 @@ class Device:
         for model, points in self.samples.items():
             if not points or any(batch < 1 or not 0 < rate < math.inf for batch, rate in points):
                 raise ValueError(f"samples.{model}: batches are at least 1 and samples a second above 0")
+            if len({batch for batch, _ in points}) < len(points):
+                raise ValueError(f"samples.{model}: every batch has one rate")
 
     def step_seconds(self, model: str, batch: int) -> float | None:
         """Forward and backward by `samples`; None where the model is not in it.
@@ -267,7 +269,8 @@ class Cluster:
         if ranks == 1:
             return Arrangement((), (1,))
         if not self.levels:
-            raise ValueError(f"ranks: {ranks} need links, and cluster {self.name} has no level of them ([[levels]])")
+            what = "[[levels]] of its file, which `lowp calibrate --ranks 2` measures"
+            raise ValueError(f"ranks: {ranks} need links, and cluster {self.name} has none ({what})")
         outer = self.levels[-1]
         raise ValueError(
             f"ranks: {ranks} need a level of links beyond {outer.name!r}, which joins {outer.ranks}; "

@@ -44,11 +44,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowp.names import did_you_mean
 from lowp.predict.cluster import Cluster, CodecSpeed, Device, LinkLevel, ModelTimes, Stragglers
+from lowp.predict.codec_speed import TORCH
 from lowp.predict.quantities import FLOPS, RATE, SECONDS, SIZE, exact_text
-from lowp.predict.toml_keys import ClusterError, TomlKeys, is_number
-from lowp.predict.wires import KINDS
+from lowp.predict.toml_keys import ClusterError, TomlKeys, is_number, is_whole
+from lowp.predict.wires import KINDS, wire_of
 from lowp.training.regular_file import read_regular
 
 LIBRARY = Path(__file__).parent / "clusters"
@@ -68,8 +71,16 @@ def cluster_of(text: "str | Path | Cluster") -> Cluster:
     known = known_clusters()
     if text not in known:
         hint = did_you_mean(text, known, "`lowp predict --clusters` lists them")
-        raise ClusterError(f"unknown cluster {text!r}; {hint}; the name of a file ends in .toml")
+        raise ClusterError(f"unknown cluster {text!r} (the name of a file ends in .toml); {hint}")
     return _known_cluster(text)
+
+
+def cluster_here(text: "str | Path | Cluster", device: torch.device) -> Cluster:
+    """A cluster for a plan that is carried out on this device: what was measured on GPUs says nothing about processors."""
+    cluster = cluster_of(text)
+    if cluster.device.kind != device.type:
+        raise ClusterError(f"cluster {cluster.name!r} is of {cluster.device.kind} devices, and gradients are on {device.type}")
+    return cluster
 
 
 @lru_cache(maxsize=64)
@@ -114,7 +125,7 @@ def _device(keys: "TomlKeys", codecs: "TomlKeys") -> Device:
     flops = keys.quantity("flops", FLOPS, None)
     samples = {model: _points(model, value, keys) for model, value in keys.mapping("samples").items()}
     times = {model: _times(keys.inside("times", model)) for model in keys.mapping("times")}
-    speeds = {codec: _speed(codecs.inside("", codec)) for codec in codecs.names()}
+    speeds = {codec: _speed(_known_codec(codec, codecs).inside("", codec)) for codec in codecs.names()}
     device = Device(
         keys.text("name", "device"),
         keys.text("kind", "cuda"),
@@ -137,7 +148,7 @@ def _points(model: str, value: Any, keys: "TomlKeys") -> tuple[tuple[int, float]
     if is_number(value):
         return ((1, float(value)),)
     pairs = isinstance(value, list) and value and all(isinstance(p, list) and len(p) == 2 for p in value)
-    if pairs and all(isinstance(b, int) and is_number(r) for b, r in value):
+    if pairs and all(is_whole(b) and is_number(r) for b, r in value):
         return tuple((batch, float(rate)) for batch, rate in value)
     raise keys.wrong(f"samples.{model}", f"{value!r} is neither samples a second nor a list of [batch, samples a second]")
 
@@ -163,6 +174,15 @@ def _excess(keys: "TomlKeys") -> dict[str, float]:
             raise keys.wrong(f"excess.{kind}", f"no such kind of wire; there are {', '.join(KINDS)}")
         found[kind] = keys.number_of(f"excess.{kind}", value, SECONDS)
     return found
+
+
+def _known_codec(name: str, codecs: "TomlKeys") -> "TomlKeys":
+    """FORMAT/SCALE, or what torch's hooks cast to. A misspelt name would never be looked up."""
+    try:
+        wire_of(name.removeprefix(f"{TORCH} "))
+    except ValueError as error:
+        raise codecs.wrong(name, str(error)) from None
+    return codecs
 
 
 def _speed(keys: "TomlKeys") -> CodecSpeed:

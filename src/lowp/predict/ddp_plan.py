@@ -27,7 +27,7 @@ from lowp import compat
 from lowp.predict.auto import first_says
 from lowp.predict.calibration import calibrate_cluster
 from lowp.predict.cluster import Cluster, ModelTimes
-from lowp.predict.cluster_file import cluster_of
+from lowp.predict.cluster_file import cluster_here
 from lowp.predict.gradients import MOST_NUMBERS, SampleGradients, share_of
 from lowp.predict.planning import MAX_ERROR, WirePlan, plan
 from lowp.predict.probes.model import Stamps
@@ -84,13 +84,13 @@ class PlannedHandle(Handle):
         self.max_error = MAX_ERROR if max_error is None else max_error
         if not 0 <= self.max_error < float("inf"):
             raise ValueError(f"max_error: {self.max_error:g} must be at least 0")
-        self._cluster = None if cluster is None else cluster_of(cluster)
         self._options = options
         self._ddp = weakref.ref(ddp)
         self._group: Any = ddp.process_group
         self._parameters = synchronised(ddp)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._device = next(iter(self._parameters.values())).device
+        self._cluster = None if cluster is None else cluster_here(cluster, self._device)
         self._seen = self._done = 0
         self._inner: Handle | None = None
         self.plan: WirePlan | None = None
@@ -199,7 +199,9 @@ class PlannedHandle(Handle):
         return WireReport() if self._inner is None else self._inner.report()
 
     def total(self) -> WireReport:
-        return WireReport() if self._inner is None else self._inner.total()
+        if self._inner is not None:
+            return self._inner.total()
+        return WireReport(notes=["no plan yet" if self.arguments is None else "not compressed: the plan found nothing faster"])
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         inner = None if self._inner is None else self._inner.state_dict(all_ranks)

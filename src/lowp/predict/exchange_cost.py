@@ -85,8 +85,8 @@ def kin_of(bucket: Bucket) -> tuple[Kin, ...]:
 def bucket_costs(bucket: Bucket, wire: WireChoice, arrangement: Arrangement, device: Device) -> list[ChunkCost]:
     """A cost for every chunk of the bucket, in order."""
     topology = wire.topology(arrangement.node).of_size(bucket.size)
-    if device.kind == "cpu" and topology == AllReduce():
-        topology = AllReduce("ring")  # gloo has no trees
+    if topology == AllReduce():
+        topology = _torchs(device)
     kin, cuts = kin_of(bucket), CUTS[device.kind]
     chunks = [chunk.size for chunk in bucket.chunks(1, cuts)] if not wire.plain else [bucket.size]
     known: dict[int, ChunkCost] = {}
@@ -97,8 +97,13 @@ def bucket_costs(bucket: Bucket, wire: WireChoice, arrangement: Arrangement, dev
     found = [known[size] for size in chunks]
     agreed = sum(each.layers for each in kin if each.codec.scale.agreed)
     if agreed and found and not wire.plain:
-        found[0] = _after_agreement(found[0], agreed, arrangement)
+        found[0] = _after_agreement(found[0], agreed, arrangement, _torchs(device))
     return found
+
+
+def _torchs(device: Device) -> AllReduce:
+    """torch's own all-reduce: gloo has no trees."""
+    return AllReduce("ring" if device.kind == "cpu" else "")
 
 
 class _Parts:
@@ -182,10 +187,10 @@ def _casts(parts: _Parts, wire: WireChoice, device: Device) -> tuple[float, floa
     return HOST_SECONDS[device.kind] if device.chunk_overhead is None else device.chunk_overhead, 0.0
 
 
-def _after_agreement(cost: ChunkCost, layers: int, arrangement: Arrangement) -> ChunkCost:
+def _after_agreement(cost: ChunkCost, layers: int, arrangement: Arrangement, torchs: AllReduce) -> ChunkCost:
     """One byte a layer, the largest of all ranks, by torch: before anything can be encoded."""
     ways = []
-    for route in routes(AllReduce(), arrangement):
+    for route in routes(torchs, arrangement):
         length = layers / route.shards
         busy = sum(leg.times * leg.busy(length) for leg in route.legs)
         ways.append((ChunkStep(0.0, 0.0, busy, sum(leg.times * leg.latency(length) for leg in route.legs)), route.waits))

@@ -82,6 +82,7 @@ class WirePlan:
             given = "".join(f", {key}={_quoted(own[key])}" for key in ("scale", "rounding", "reduction") if key in own)
             lines.append(f'lowp.compress_gradients(ddp, "{own["format"]}"{given})')
         elif not chosen.uncompressed:
+            lines.insert(0, "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks")
             lines.append(f"ddp.register_comm_hook(None, default_hooks.{chosen.wire}_compress_hook)")
         return "\n".join(lines)
 

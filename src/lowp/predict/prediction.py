@@ -165,8 +165,10 @@ def _range(word: str) -> list[int]:
         begin, end = int(first), int(last) if colon else int(first)
     except ValueError:
         raise ValueError(f"ranks: {word!r} is neither a number nor a range such as 1:4096") from None
-    if end < begin or begin < 1:
-        raise ValueError(f"ranks: {word!r} does not ascend from at least 1")
+    if begin < 1:
+        raise ValueError(f"ranks: {word!r} must be{' from' if colon else ''} at least 1")
+    if end < begin:
+        raise ValueError(f"ranks: {word!r} does not ascend; a range is written 1:4096")
     found = []
     while begin <= end:
         found.append(begin)

@@ -47,6 +47,8 @@ def quantity(value: object, unit: Unit) -> float:
     if name not in unit.factors:
         hint = did_you_mean(name, unit.factors, f"write it as {unit.examples}")
         raise ValueError(f"{value!r}: {name!r} is no unit of {unit.what}; {hint}")
+    if math.isinf(number * unit.factors[name]):
+        raise ValueError(f"{value!r} is too large")
     return number * unit.factors[name]
 
 

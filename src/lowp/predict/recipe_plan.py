@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowp.predict.architectures import workload_of
 from lowp.predict.calibration import calibrate_cluster
 from lowp.predict.cluster import Cluster, ModelTimes
-from lowp.predict.cluster_file import cluster_of, read_cluster
+from lowp.predict.cluster_file import cluster_here, cluster_of, read_cluster
 from lowp.predict.gradients import MOST_RANKS, SampleGradients, cut
 from lowp.predict.planning import WirePlan, plan
 from lowp.predict.subjects import Subject
@@ -119,8 +119,11 @@ def planned_recipe(recipe: Recipe, out: Path | None = None, *, data: Path | None
 
 
 def _cluster(recipe: Recipe, data: Path | None) -> Cluster:
+    if recipe.wire.cluster and recipe.ranks == 1:
+        return cluster_of(recipe.wire.cluster)  # of virtual ranks, it may be any
     if recipe.wire.cluster:
-        return cluster_of(recipe.wire.cluster)
+        on_cuda = recipe.device == "cuda" or (recipe.device == "auto" and torch.cuda.is_available())
+        return cluster_here(recipe.wire.cluster, torch.device("cuda" if on_cuda else "cpu"))
     if recipe.ranks == 1:
         raise RecipeError(
             "wire.format: plan needs links to measure, and one process has none: give ranks, or wire.cluster (lowp predict "
@@ -146,7 +149,7 @@ def _planned_by_ranks(recipe: Recipe, data: Path | None, say: Say) -> Recipe:
     try:
         given = recipe.wire.cluster
         quiet: Say = lambda text: None  # noqa: E731
-        cluster = cluster_of(given) if given else calibrate_recipe(recipe, world, data=data, say=quiet)
+        cluster = cluster_here(given, world.device) if given else calibrate_recipe(recipe, world, data=data, say=quiet)
         decided, problem = "", ""
         if world.first:
             try:

@@ -12,7 +12,8 @@
    then is some thousandths slower. Chunks that follow each other are never slower with less to do.
 3. What encodes and decodes takes its time from the computation, but for the share that runs beside it.
 4. The link is taken while bytes leave. On a CPU others may use it while messages are on their way (`latency`); a stream waits.
-   After a pause some bytes pass at once (`burst`), as many as a token bucket has saved up meanwhile.
+   After a pause some bytes pass at once (`burst`), as many as a token bucket has saved up meanwhile. It is counted in seconds
+   of the link, the messages' overhead among them: of a round of few bytes, a burst spares that too, which a real one does not.
 5. Where the network's work is done by the processors that compute (`handling`), messages take that from the computation too;
    and after it, from encoding and decoding.
 """
@@ -68,14 +69,15 @@ class _Lane:
     def __post_init__(self) -> None:
         self.saved = self.burst  # since the step before
 
-    def take(self, since: float, seconds: float) -> Span:
+    def take(self, since: float, seconds: float, latency: float = 0.0) -> Span:
+        """`latency`: for so long it is taken afterwards; nothing saved up spares that."""
         begin = max(since, self.free)
         self.saved = min(self.burst, self.saved + begin - self.free)
         used = min(self.saved, seconds)
         self.saved -= used
-        span = begin, begin + seconds - used
+        span = begin, begin + seconds - used + latency
         self.free = span[1]
-        if seconds:
+        if seconds + latency:
             self.spans.append(span)
         return span
 
@@ -126,7 +128,7 @@ class _StepRun:
         self.end = max(self.end, self.computed)
 
     def _send(self, since: float, step: ChunkStep) -> float:
-        begin, done = self.link.take(since, step.busy + (step.latency if self.streamed else 0.0))
+        begin, done = self.link.take(since, step.busy, step.latency if self.streamed else 0.0)
         arrived = done if self.streamed else done + step.latency
         if step.handling:
             self._handle(begin, done, step.handling)

@@ -3,7 +3,7 @@
 A mistake is one line: the file, the key, what was given and what is wanted.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +11,7 @@ from lowp.names import did_you_mean
 from lowp.predict.quantities import SECONDS, Unit, quantity
 
 _MANY = 10  # keys, which are too many to list
+_LONGEST = 80  # characters of a value that are repeated
 _MISSING: Any = object()
 
 
@@ -19,7 +20,18 @@ class ClusterError(ValueError):
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Finite, and no larger than a float can be: Python reads whole numbers of any length."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and is_number(value)
+
+
+def _short(value: Any) -> str:
+    """As it is written, or its beginning where that is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class TomlKeys:
@@ -51,7 +63,7 @@ class TomlKeys:
     def number(self, key: str, default: Any = _MISSING, **bounds: float) -> float:
         value = self.take(key, default)
         if not is_number(value):
-            raise self.wrong(key, f"{value!r} is not a number")
+            raise self.wrong(key, f"{_short(value)} is not a number")
         self._check(key, value, **bounds)
         return float(value)
 
@@ -66,8 +78,8 @@ class TomlKeys:
         value = self.take(key, default)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self.wrong(key, f"{value!r} is not a whole number")
+        if not is_whole(value):
+            raise self.wrong(key, f"{_short(value)} is not a whole number")
         self._check(key, value, least=least)
         return value
 

@@ -67,6 +67,8 @@ def compress_arguments(wire: str) -> dict[str, Any]:
     if not isinstance(wire, str) or not wire.strip():
         raise ValueError(f"wire: it is written FORMAT[/SCALE][@REDUCTION], say e5m2/aps or fp32@ring, not {wire!r}")
     what, at, reduction = wire.partition("@")
+    if at and not reduction.strip():
+        raise ValueError(f"wire {wire!r}: after @ comes a reduction, say ring or hierarchical(8)")
     return _arguments(what.strip()) | ({"reduction": reduction.strip()} if at else {})
 
 

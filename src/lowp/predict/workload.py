@@ -105,7 +105,10 @@ class Workload:
         if batch < 1:
             raise ValueError(f"batch: {batch} must be at least 1")
         if (times := device.times.get(self.name)) is not None:
-            return self._measured(times, batch)
+            found = self._measured(times, batch)
+            if not found.total:
+                raise ValueError(f"device.times.{self.name}: forward and backward together must take more than 0 s")
+            return found
         speeds = (device.flops or _FLOPS, device.bandwidth or _BANDWIDTH)
         forward, backward = self._seconds(batch, *speeds)
         if (seconds := device.step_seconds(self.name, batch)) is not None:
@@ -129,7 +132,7 @@ class Workload:
         if times.layers:
             missing = [layer.name for layer in self.layers if layer.name not in times.layers]
             if missing:
-                raise ValueError(f"times.{self.name}.layers: {missing[0]!r} is missing")
+                raise ValueError(f"device.times.{self.name}.layers: {missing[0]!r} is missing; calibrate this model again")
             backward: Mapping[str, float] = times.layers
             found = tuple(backward[layer.name] * factor for layer in self.layers)
             return StepCompute(times.forward * factor, found, times.overhead, times.excess)

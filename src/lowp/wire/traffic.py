@@ -155,6 +155,8 @@ _STAGES = {_STEP * mark: stage for stage, mark in _MARKS.items()}
 
 def _counted_message(peer: int, length: int) -> CountedMessage:
     shards, scale_bytes = divmod(length, 4 * _NUMBERS)
+    if scale_bytes % shards or scale_bytes // shards not in _STAGES:  # scale bytes of so many shards reach into the numbers
+        raise ValueError(f"ranks: too many to count ({shards:,} shards in a message); take a multiple of the ranks of a node")
     return CountedMessage(peer, _STAGES[scale_bytes // shards], shards)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lowp.predict.cluster import ModelTimes, expected_maximum
-from lowp.predict.probes.meeting import Meeting
+from lowp.predict.probes.meeting import FEWEST, Meeting
 from lowp.predict.subjects import Subject
 from lowp.wire.replay import completed
 
@@ -117,11 +117,14 @@ def model_times(meeting: Meeting, subject: Subject, seconds: float) -> tuple[Mod
     calls: dict[str, Callable[[], object]] = {"timed": timed, "plain": plain_step(subject)}
     if meeting.ranks > 1:
         calls["silent"] = silent_step(subject, meeting.group)
+    (first,) = meeting.largest([meeting.seconds(timed)])
+    # Of a step that takes seconds there is one to warm up and one round: it varies less, and the time has a limit.
+    slow = first * len(calls) * (WARM_UP + FEWEST) > seconds
     for call in calls.values():
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP - (call is timed) - slow):
             call()
     timed.rounds.clear()
-    found = meeting.in_turns(calls, seconds, ROUNDS)
+    found = meeting.in_turns(calls, seconds, ROUNDS, 1 if slow else FEWEST)
     forward = statistics.median(meeting.mean([own for own, _ in timed.rounds]))
     names = list(timed.rounds[0][1])
     layers = {name: statistics.median(meeting.mean([times[name] for _, times in timed.rounds])) for name in sorted(names)}
