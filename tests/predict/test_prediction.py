@@ -73,17 +73,23 @@ def test_one_rank_communicates_nothing(wire):
     st.floats(1e6, 1e11),
     st.floats(0, 1e-3),
     st.floats(0, 1e-4),
-    st.sampled_from(["bandwidth", "latency", "overhead", "stragglers", "speed"]),
+    st.sampled_from([0.0, 2e4, 1e6]),
+    st.sampled_from(["bandwidth", "latency", "overhead", "burst", "stragglers", "speed"]),
     st.floats(1, 10),
 )
-def test_better_is_never_slower(wire, ranks, bandwidth, latency, overhead, what, times):
-    usual = replace(cluster(bandwidth, latency, overhead), stragglers=Stragglers(0.05))
+def test_better_is_never_slower(wire, ranks, bandwidth, latency, overhead, burst, what, times):
+    def linked(bandwidth, latency, overhead, burst):
+        plain = cluster(bandwidth, latency, overhead)
+        return replace(plain, levels=tuple(replace(level, burst=burst) for level in plain.levels))
+
+    usual = replace(linked(bandwidth, latency, overhead, burst), stragglers=Stragglers(0.05))
     better = {
-        "bandwidth": lambda: cluster(bandwidth * times, latency, overhead),
-        "latency": lambda: cluster(bandwidth, latency / times, overhead),
-        "overhead": lambda: cluster(bandwidth, latency, overhead / times),
+        "bandwidth": lambda: linked(bandwidth * times, latency, overhead, burst),
+        "latency": lambda: linked(bandwidth, latency / times, overhead, burst),
+        "overhead": lambda: linked(bandwidth, latency, overhead / times, burst),
+        "burst": lambda: linked(bandwidth, latency, overhead, burst * times),
         "stragglers": lambda: usual,
-        "speed": lambda: cluster(bandwidth, latency, overhead),
+        "speed": lambda: usual,
     }[what]()
     better = replace(better, stragglers=Stragglers(0.05 / times if what == "stragglers" else 0.05))
     if what == "speed":

@@ -127,6 +127,12 @@ def test_a_burst_spares_no_latency():
     assert step_times(1.0, jobs, 1, streamed=True, burst=3.0).step == pytest.approx(1.5)
 
 
+def test_a_burst_spares_no_overhead():
+    """A token bucket lets bytes pass; what a message costs besides it still costs."""
+    sent = ChunkCost((ChunkStep(0, 0, 0.4, overhead=0.3), ChunkStep(0, 0)), 0.0, 0.0, 0)
+    assert step_times(1.0, [BucketJob(1.0, (sent,))], 1, burst=3.0).step == pytest.approx(1.3)
+
+
 def test_messages_that_the_processor_handles_delay_the_computation():
     sent = ChunkCost((ChunkStep(0, 0, 0.2, 0, 0.1), ChunkStep(0, 0)), 0.0, 0.0, 0)
     times = step_times(1.0, [BucketJob(0.5, (sent,))], 1)

@@ -44,7 +44,7 @@ def taken(topology, cluster, ranks, size=N):
     found = []
     for route in routes(topology.of_size(1 << 30), cluster.arrange(ranks)):
         length = size / route.shards
-        found.append(sum(leg.times * (leg.latency(length) + leg.busy(length)) for leg in route.legs))
+        found.append(sum(leg.times * (leg.latency(length) + leg.busy(length)[0]) for leg in route.legs))
     return min(found)
 
 

@@ -31,7 +31,7 @@ class ChunkStep:
     """Work of the processor, then messages: seconds for which the link is taken, and seconds until they are there.
 
     Numbers are encoded, after what came before has been decoded and added. `handling`: seconds of the processor for the
-    messages, while they travel.
+    messages, while they travel. `overhead`: what messages take of `busy` whatever their length.
     """
 
     decode: float
@@ -39,6 +39,7 @@ class ChunkStep:
     busy: float = 0.0
     latency: float = 0.0
     handling: float = 0.0
+    overhead: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -152,7 +153,8 @@ def _cost(route: Route, parts: _Parts, wire: WireChoice, device: Device) -> Chun
         # Equal rounds in a row are one step: the work between them is waited for.
         waiting = leg.times * leg.latency(length) + (leg.times - 1) * (decode + encode)
         handling = leg.times * leg.handling * length
-        steps.append(ChunkStep(decode, encode + begin, leg.times * leg.busy(length), waiting, handling))
+        busy, overhead = (leg.times * each for each in leg.busy(length))
+        steps.append(ChunkStep(decode, encode + begin, busy, waiting, handling, overhead))
         sent += leg.times * leg.sent * length
         messages += leg.times * leg.messages
         begin = 0.0
@@ -192,8 +194,9 @@ def _after_agreement(cost: ChunkCost, layers: int, arrangement: Arrangement, tor
     ways = []
     for route in routes(torchs, arrangement):
         length = layers / route.shards
-        busy = sum(leg.times * leg.busy(length) for leg in route.legs)
-        ways.append((ChunkStep(0.0, 0.0, busy, sum(leg.times * leg.latency(length) for leg in route.legs)), route.waits))
+        busy, overhead = (sum(leg.times * leg.busy(length)[i] for leg in route.legs) for i in (0, 1))
+        latency = sum(leg.times * leg.latency(length) for leg in route.legs)
+        ways.append((ChunkStep(0.0, 0.0, busy, latency, overhead=overhead), route.waits))
     step, waits = min(ways, key=lambda way: way[0].seconds)
     sent = agreement_bytes(layers, arrangement.ranks)
     return ChunkCost((step, *cost.steps), cost.bytes_sent + sent, cost.messages + waits, cost.waits + waits)

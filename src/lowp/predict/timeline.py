@@ -12,8 +12,8 @@
    then is some thousandths slower. Chunks that follow each other are never slower with less to do.
 3. What encodes and decodes takes its time from the computation, but for the share that runs beside it.
 4. The link is taken while bytes leave. On a CPU others may use it while messages are on their way (`latency`); a stream waits.
-   After a pause some bytes pass at once (`burst`), as many as a token bucket has saved up meanwhile. It is counted in seconds
-   of the link, the messages' overhead among them: of a round of few bytes, a burst spares that too, which a real one does not.
+   After a pause some bytes pass at once (`burst`), as many as a token bucket has saved up meanwhile. That spares time of bytes
+   alone, not of messages' overhead and latency.
 5. Where the network's work is done by the processors that compute (`handling`), messages take that from the computation too;
    and after it, from encoding and decoding.
 """
@@ -69,11 +69,11 @@ class _Lane:
     def __post_init__(self) -> None:
         self.saved = self.burst  # since the step before
 
-    def take(self, since: float, seconds: float, latency: float = 0.0) -> Span:
-        """`latency`: for so long it is taken afterwards; nothing saved up spares that."""
+    def take(self, since: float, seconds: float, latency: float = 0.0, overhead: float = 0.0) -> Span:
+        """What is saved up spares neither `overhead` (of the seconds) nor `latency` (for which it is taken afterwards)."""
         begin = max(since, self.free)
         self.saved = min(self.burst, self.saved + begin - self.free)
-        used = min(self.saved, seconds)
+        used = min(self.saved, seconds - overhead)
         self.saved -= used
         span = begin, begin + seconds - used + latency
         self.free = span[1]
@@ -128,7 +128,7 @@ class _StepRun:
         self.end = max(self.end, self.computed)
 
     def _send(self, since: float, step: ChunkStep) -> float:
-        begin, done = self.link.take(since, step.busy, step.latency if self.streamed else 0.0)
+        begin, done = self.link.take(since, step.busy, step.latency if self.streamed else 0.0, step.overhead)
         arrived = done if self.streamed else done + step.latency
         if step.handling:
             self._handle(begin, done, step.handling)
@@ -164,8 +164,8 @@ def step_times(
 ) -> StepTimes:
     """The times of a step whose computation takes `compute` seconds by itself.
 
-    `streamed`: the link waits for messages to arrive before it takes the next ones. `burst`: seconds of the link's work that
-    are done at once after a pause.
+    `streamed`: the link waits for messages to arrive before it takes the next ones. `burst`: seconds of bytes that pass
+    at once after a pause.
     """
     step = _StepRun(compute, 1 - beside, streamed, link=_Lane(burst))
     step.run(jobs, depth)

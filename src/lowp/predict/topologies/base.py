@@ -78,9 +78,10 @@ class Leg:
     messages: float
     handling: float = 0.0  # seconds of the processor for each byte of a shard's message, of the busiest rank
 
-    def busy(self, length: float) -> float:
-        """Seconds for which the busiest link is taken, where a shard's message has so many bytes."""
-        return max(load.overhead + load.per_byte * length for load in self.loads)
+    def busy(self, length: float) -> tuple[float, float]:
+        """Seconds for which the busiest link is taken, where a shard's message has so many bytes; and how many of these it is
+        whatever the length."""
+        return max((load.overhead + load.per_byte * length, load.overhead) for load in self.loads)
 
 
 @dataclass(frozen=True)
