@@ -76,16 +76,17 @@ def lowp_candidates(fmt: lowp.Format | lowp.BlockFormat, stage: Stage) -> Iterat
 
 
 def _block_candidates(fmt: lowp.BlockFormat, stage: Stage) -> Iterator[Candidate]:
-    """Blocks return new tensors, so that memory for the results is part of the time."""
+    """Codes and decoded numbers are new tensors, so that memory for them is part of the time."""
     name = str(fmt)
     encoded = lowp.encode(stage.x[: ROW * 16].view(-1, ROW), fmt, nan="saturate")
     scale = encoded.tensor_scale
 
     def quantize(n: int) -> object:
-        return lowp.quantize(stage.x[:n].view(-1, ROW), fmt)
+        return lowp.quantize(stage.x[:n].view(-1, ROW), fmt, out=stage.out[:n].view(-1, ROW))
 
     def stochastic(n: int) -> object:
-        return lowp.quantize(stage.x[:n].view(-1, ROW), fmt, "stochastic", seed=lowp.Noise(1, step=n))
+        x, out = (each[:n].view(-1, ROW) for each in (stage.x, stage.out))
+        return lowp.quantize(x, fmt, "stochastic", seed=lowp.Noise(1, step=n), out=out)
 
     def encode(n: int) -> object:
         return lowp.encode(stage.x[:n].view(-1, ROW), fmt, nan="saturate")

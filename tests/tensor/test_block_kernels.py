@@ -216,3 +216,30 @@ def test_repeated_calls_are_made_at_once(built, name):
         lowp.decode(lowp.BlockCodes(codes.elements, codes.scales[:3], codes.tensor_scale), name)
     with pytest.raises(ValueError, match="seed"):
         lowp.quantize(torch.ones(4, 64), name, "stochastic", seed=1 << 64)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4"])
+def test_results_go_to_where_out_says(name, rounding):
+    """Written by the kernel where that is possible: other memory of the same layout, blocks along the last axis."""
+    lowp.set_kernel_policy("always")
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    seed = {"seed": NOISE} if rounding == "stochastic" else {}
+    wanted = lowp.quantize(x, name, rounding, **seed)
+    out = torch.full_like(x, math.nan)
+    version = out._version
+    assert lowp.quantize(x, name, rounding, out=out, **seed) is out
+    assert out._version > version
+    same(out, wanted)
+    for room in (x.clone(), torch.empty(96, 64).t(), torch.empty(128, 96)[::2], torch.empty(64, 96, dtype=torch.float64)):
+        given = room.copy_(x) if room.dtype == x.dtype else x
+        assert lowp.quantize(given, name, rounding, out=room, **seed) is room
+        same(room.to(torch.float32).contiguous(), wanted)
+    square = x[:, :64].contiguous()
+    out = torch.empty_like(square)
+    lowp.quantize(square, name, rounding, axis=0, out=out, **seed)
+    same(out, lowp.quantize(square, name, rounding, axis=0, **seed))
+    row = x.flatten()[:4096].clone()  # memory that is read and written, 32 numbers apart
+    whole = lowp.quantize(row[:-32], name, rounding, **seed)
+    lowp.quantize(row[:-32], name, rounding, out=row[32:], **seed)
+    same(row[32:], whole)

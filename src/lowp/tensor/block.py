@@ -98,10 +98,20 @@ class _Cut:
         return of_blocks[(slice(None),) * self.axis + (numbers,)]
 
 
-def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool, axis: int, eager: bool) -> Tensor:
-    """Round to the format, in x's dtype. `eager`: nothing has to see the operations: kernels and pieces of x will do."""
+def quantize(
+    x: Tensor,
+    fmt: BlockFormat,
+    rounding: str,
+    noise: Noise | None,
+    saturate: bool,
+    axis: int,
+    eager: bool,
+    into: Tensor | None = None,
+) -> Tensor:
+    """Round to the format, in x's dtype. `eager`: nothing has to see the operations: kernels and pieces of x will do. `into` is
+    memory that a kernel may write to, and then the result."""
     _Cut.of(x.shape, axis, fmt.size)
-    if eager and (done := block_kernels.quantize(x, fmt, rounding, noise, saturate, axis)) is not None:
+    if eager and (done := block_kernels.quantize(x, fmt, rounding, noise, saturate, axis, into)) is not None:
         return done
     operation = quantize_operation(fmt.element, torch.float64, rounding, saturate, torch.float64)
     tensor_scale = _tensor_scale(x, fmt)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp import compat
 from lowp.formats import BlockFormat
 from lowp.tensor import block_draws, kernels
 from lowp.tensor.block_programs import block_program
@@ -22,16 +23,27 @@ from lowp.tensor.noise import Noise, in_one_block, key_tensor
 from lowp.tensor.packing import packed_size
 
 
-def quantize(x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool, axis: int) -> Tensor | None:
-    """Numbers of the format, in x's dtype; None where no kernel is built."""
+def quantize(
+    x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool, axis: int, into: Tensor | None = None
+) -> Tensor | None:
+    """Numbers of the format, in x's dtype; None where no kernel is built. They are written to `into` if that suits: memory
+    apart from x, laid out as they are."""
     if not _rounds(x, rounding, noise):
         return None
     kernel = _kernel("quantize", fmt, x.dtype, saturate, "raise", False, x, noise is not None)
     if kernel is None:
         return None
     rows = _rows(x, axis)
+    if into is not None and axis % x.dim() == x.dim() - 1 and _may_be_written(into, rows):
+        return into if kernel(rows, into, None, None, *_drawn(x, noise, axis)) else None
     out = in_large_pages(torch.empty_like(rows))
     return _back(out, axis) if kernel(rows, out, None, None, *_drawn(x, noise, axis)) else None
+
+
+def _may_be_written(out: Tensor, rows: Tensor) -> bool:
+    """By a kernel that reads the rows meanwhile."""
+    plain = type(out) is Tensor and out.dtype == rows.dtype and out.is_contiguous() and not out.is_neg()
+    return plain and not compat.overlaps(rows, out)
 
 
 def encode(

@@ -72,10 +72,13 @@ def quantize(
     _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
         eager = not _must_be_visible(x)
-        rounded = block.quantize(x.detach(), fmt, rounding, noise, saturate, axis, eager)
+        rounded = block.quantize(x.detach(), fmt, rounding, noise, saturate, axis, eager, out)
         if eager and out is None and axis == -1:
             block_kernels.remember(call, "quantize", fmt, x, rounding, saturate, "raise", False)
-        return _write(out, rounded)
+        if out is None or rounded is not out:
+            return _write(out, rounded)
+        torch.autograd.graph.increment_version(out)
+        return out
     operation = quantize_operation(fmt, x.dtype, rounding, saturate, x.dtype if out is None else out.dtype)
     return _apply(operation, x, noise, operation.out_dtype, out, call=call)
 
