@@ -183,7 +183,7 @@ def test_a_study_ends_in_its_time(tmp_path, plan, monkeypatch, seconds, begun, a
     executor = OneAtATime(clock)
     with StudyDirectory.open(tmp_path / "s", plan, resume=False) as directory:
         seconds_of = {setting.name: 1.0 for setting in plan.settings}
-        ablation = Ablation(directory, executor, seconds_of, threads=1, seconds=seconds)
+        ablation = Ablation(directory, executor, seconds_of, threads=1, end=clock[0] + seconds)
         state = ablation.run(lambda state: None, lambda run, outcome: None)
     assert (state.stopped_by, len(executor.started), executor.asked) == (TIME, begun, asked)
     assert clock[0] - 100.0 <= seconds + 0.5

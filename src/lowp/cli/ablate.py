@@ -116,7 +116,7 @@ def _make_runs(
     with ExitStack() as stack:
         stack.enter_context(service() if mps else nullcontext())
         executor = _executor(directory, on, jobs, threads)
-        ablation = Ablation(directory, executor, estimates, threads, data, end - time.perf_counter())
+        ablation = Ablation(directory, executor, estimates, threads, data, end)
         shown = stack.enter_context(StudyScreen(directory, jobs or 1, screen))
         state = ablation.run(shown.show, shown.ended)
     results = study_results(directory.path)

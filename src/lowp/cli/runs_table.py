@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowp.cli.columns import Column
-from lowp.cli.output import table
+from lowp.cli.output import literal, table
 from lowp.training.runs import Run
 from lowp.training.units import UNKNOWN, bytes_text, count_text, duration_text, loss_text, number_text, share_text, signed_text
 
@@ -126,7 +126,7 @@ def comparison(runs: list[Run], narrow: bool = False) -> "Table":
     for place, width in enumerate(widths[1:]):
         if narrow or place == 0 or place % 2:  # behind every value but the first stands how it compares
             name = runs[place if narrow else (place + 1) // 2].name
-            result.add_column(_literal(name), justify="right", overflow="fold", min_width=width)
+            result.add_column(literal(name), justify="right", overflow="fold", min_width=width)
         else:
             result.add_column("", no_wrap=True, style="dim", min_width=width)
     for line in lines:
@@ -141,10 +141,10 @@ def _below(line: list[str]) -> list[str]:
 
 
 def _compared(row: ComparedFigure, values: list[Any]) -> list[str]:
-    cells = [_literal(row.text(values[0]))]
+    cells = [literal(row.text(values[0]))]
     for value in values[1:]:
         known = row.against is not None and value is not None and values[0] is not None
-        cells += [_literal(row.text(value)), row.against(value, values[0]) if row.against and known else ""]
+        cells += [literal(row.text(value)), row.against(value, values[0]) if row.against and known else ""]
     return cells
 
 
@@ -153,20 +153,13 @@ def recipe_differences(different: dict[str, list[Any]], names: list[str], places
     result = table()
     result.add_column("recipe", no_wrap=not narrow, overflow="fold")
     for place in places:
-        result.add_column(_literal(names[place]), overflow="fold")
+        result.add_column(literal(names[place]), overflow="fold")
     for key, values in different.items():
         chosen = (values[place] for place in places)
-        result.add_row(_literal(key), *(UNKNOWN if value is None else _literal(_as_toml(value)) for value in chosen))
+        result.add_row(literal(key), *(UNKNOWN if value is None else literal(_as_toml(value)) for value in chosen))
     return result
 
 
 def _as_toml(value: Any) -> str:
     """As the recipe has it; what TOML knows and JSON does not (a date), as it prints."""
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _literal(text: str) -> str:
-    """Text whose brackets are brackets, not rich's markup."""
-    from rich.markup import escape
-
-    return escape(text)

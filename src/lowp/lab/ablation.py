@@ -107,11 +107,11 @@ class Ablation:
         estimates: Mapping[str, float],
         threads: int,
         data: Path | None = None,
-        seconds: float = math.inf,
+        end: float = math.inf,
     ) -> None:
-        """`seconds`: how long `run` may take, from now on."""
+        """`end`: when it must be over, by `time.perf_counter`."""
         self._directory, self._executor, self._threads, self._data = directory, executor, threads, data
-        self._end_of_time = time.perf_counter() + seconds
+        self._end_of_time = end
         self._runs = {run.name: run for run in directory.plan.runs}
         self.state = StudyState(len(self._runs), estimates)
         self._queue: deque[StudyRun] = deque()
@@ -136,7 +136,7 @@ class Ablation:
                 for outcome in self._executor.wait(LOOK):
                     self._end(outcome, ended)
                 show(self.state)
-                if not self.state.under_way and (self.state.stopped_by or not self._queue_fits()):
+                if not self.state.under_way and self._is_over():
                     break
         finally:
             for each, handler in before.items():
@@ -144,16 +144,16 @@ class Ablation:
             self._executor.close()
         return self.state
 
-    def _queue_fits(self) -> bool:
-        """Is there time for the next run? If not, the study is over."""
-        if self._queue and time.perf_counter() + self._longest(self._queue[0]) > self._end_of_time:
+    def _is_over(self) -> bool:
+        """Has the study been stopped, or is there no time for the next run?"""
+        if not self.state.stopped_by and self._queue and not self._ends_in_time(self._queue[0]):
             self.state.stopped_by = TIME
-        return not self.state.stopped_by
+        return bool(self.state.stopped_by)
 
-    def _longest(self, run: StudyRun) -> float:
-        """Seconds of the longest run of the same setting that was made this time, else of any."""
+    def _ends_in_time(self, run: StudyRun) -> bool:
+        """If it takes as long as the longest run of the same setting that was made this time, else of any."""
         mine = [each for name, each in self.state.made.items() if self._runs[name].setting is run.setting]
-        return max(mine or self.state.made.values(), default=0.0)
+        return time.perf_counter() + max(mine or self.state.made.values(), default=0.0) <= self._end_of_time
 
     def _obey(self, asked: _Stopping, told: int) -> int:
         if not self.state.stopped_by and time.perf_counter() > self._end_of_time:
@@ -173,7 +173,7 @@ class Ablation:
         for _ in range(len(self._queue)):
             run = self._queue[0]
             job = self._job(run)
-            if not self._executor.has_room(job) or time.perf_counter() + self._longest(run) > self._end_of_time:
+            if not self._executor.has_room(job) or not self._ends_in_time(run):
                 break
             self._queue.popleft()
             if _in_use(self._directory.of(run)):

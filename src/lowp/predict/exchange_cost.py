@@ -194,7 +194,8 @@ def _after_agreement(cost: ChunkCost, layers: int, arrangement: Arrangement, tor
     ways = []
     for route in routes(torchs, arrangement):
         length = layers / route.shards
-        busy, overhead = (sum(leg.times * leg.busy(length)[i] for leg in route.legs) for i in (0, 1))
+        taken = [(leg.times, *leg.busy(length)) for leg in route.legs]
+        busy, overhead = sum(n * own for n, own, _ in taken), sum(n * own for n, _, own in taken)
         latency = sum(leg.times * leg.latency(length) for leg in route.legs)
         ways.append((ChunkStep(0.0, 0.0, busy, latency, overhead=overhead), route.waits))
     step, waits = min(ways, key=lambda way: way[0].seconds)

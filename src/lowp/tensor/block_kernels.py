@@ -18,7 +18,7 @@ from lowp.tensor.block_programs import block_program
 from lowp.tensor.block_stages import BlockOperation, block_operation
 from lowp.tensor.carrier import FORMAT_OF_DTYPE
 from lowp.tensor.core import code_dtype
-from lowp.tensor.memory import in_large_pages
+from lowp.tensor.memory import in_large_pages, laid_out_alike
 from lowp.tensor.noise import Noise, in_one_block, key_tensor
 from lowp.tensor.packing import packed_size
 
@@ -42,8 +42,7 @@ def quantize(
 
 def _may_be_written(out: Tensor, rows: Tensor) -> bool:
     """By a kernel that reads the rows meanwhile."""
-    plain = type(out) is Tensor and out.dtype == rows.dtype and out.is_contiguous() and not out.is_neg()
-    return plain and not compat.overlaps(rows, out)
+    return out.dtype == rows.dtype and laid_out_alike(rows, out) and not compat.overlaps(rows, out)
 
 
 def encode(

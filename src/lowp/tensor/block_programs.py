@@ -55,10 +55,16 @@ class BlockProgram:
         return grids.grid(self.fmt.element, F32, Rounding.NEAREST, self.saturate)  # type: ignore[arg-type]  # a grid
 
     @cached_property
+    def saturating_grid(self) -> grids.Grid:
+        """The same, where what is beyond the largest element is the largest element."""
+        return grids.grid(self.fmt.element, F32, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
+
+    @cached_property
     def number_grid(self) -> grids.Grid:
         """Of numbers; what is beyond the largest element is the largest element."""
-        carrier = F32 if self.fmt.power_of_two_scale else F64
-        return grids.grid(self.fmt.element, carrier, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
+        if self.fmt.power_of_two_scale:
+            return self.saturating_grid
+        return grids.grid(self.fmt.element, F64, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
 
     @property
     def can_poison(self) -> bool:
@@ -83,7 +89,7 @@ class BlockProgram:
         quotient = largest.to(torch.float64) / unit
         rounded = grids.nearest_in_floats(quotient, grids.grid(self.fmt.scale, F64, Rounding.NEAREST, True))
         bits = rounded.clamp(min=self.fmt.scale.smallest).to(torch.float32).view(torch.int32)
-        return grids.encode(bits, grids.grid(self.fmt.scale, F32, Rounding.NEAREST, True), None, "zero")
+        return grids.encode(bits, self.scale_grid, None, "zero")
 
     def _power_of_two_scale(self, largest: Tensor) -> Tensor:
         """The exponent of the largest less that of the element format's maximum; see BlockFormat for `rceil`.
@@ -175,7 +181,7 @@ class BlockProgram:
         magnitude, sign = bits & own.magnitude, bits & _SIGN
         # What is not finite comes from x's own bits: a GPU's product or conversion would lose NaN's sign.
         nan = magnitude >= own.infinity if self._loses_infinity else magnitude > own.infinity
-        saturating = grids.grid(self.fmt.element, F32, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
+        saturating = self.saturating_grid
         if grids.converts(number, saturating):  # such a format has NaN; a code has its sign in its first bit
             code, sign = grids.encode(number.view(torch.int32), saturating, None, "any"), (bits >> 31) & 0x80
             if not self.saturate:

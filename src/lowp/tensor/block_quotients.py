@@ -13,7 +13,6 @@ likewise. A kernel computes tiles with a doubt again, by the functions of block_
 import torch
 from torch import Tensor
 
-from lowp.formats.base import Rounding
 from lowp.tensor import block_steps
 from lowp.tensor import grid as grids
 from lowp.tensor.block_programs import BlockProgram
@@ -27,11 +26,7 @@ def suits(program: BlockProgram) -> bool:
     fmt = program.fmt
     usual = fmt.tensor_scale and block_steps.few_elements(fmt) and program.exact_in_float32
     in_range = usual and fmt.scale.max * block_steps.lowest_whole(fmt) < 2.0**-80
-    return in_range and program.scale_grid.suits_addition and _grid(program).suits_addition
-
-
-def _grid(program: BlockProgram) -> grids.Grid:
-    return grids.grid(program.fmt.element, F32, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
+    return in_range and program.scale_grid.suits_addition and program.saturating_grid.suits_addition
 
 
 def scale(program: BlockProgram, largest: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,13 +45,13 @@ def scale(program: BlockProgram, largest: Tensor, whole: Tensor) -> tuple[Tensor
 def code(program: BlockProgram, x: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """`program.code`, and which of the codes are in doubt."""
     quotient = x.to(torch.float32).abs() * inverse
-    rank, unsure = grids.encode_about(quotient.view(torch.int32) & F32.magnitude, _grid(program), _TOLERANCE)
+    rank, unsure = grids.encode_about(quotient.view(torch.int32) & F32.magnitude, program.saturating_grid, _TOLERANCE)
     return block_steps.signed_code(program, x, rank), unsure
 
 
 def rounded(program: BlockProgram, x: Tensor, own: Tensor, inverse: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """`program.rounded`, and which of the numbers are in doubt."""
-    element, unsure = grids.nearest_about(x.to(torch.float32).abs() * inverse, _grid(program), _TOLERANCE)
+    element, unsure = grids.nearest_about(x.to(torch.float32).abs() * inverse, program.saturating_grid, _TOLERANCE)
     near, error = block_steps.product(element, own, [whole])
     if x.dtype != torch.float32:
         near = block_steps.to_odd(near, error)

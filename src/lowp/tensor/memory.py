@@ -25,6 +25,11 @@ def flat_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.view(dtype)
 
 
+def laid_out_alike(x: Tensor, out: Tensor) -> bool:
+    """May a kernel write to `out` what it makes of x (dense), number by number, in the order in which they lie in memory?"""
+    return out.stride() == x.stride() and type(out) is Tensor and not out.is_neg()
+
+
 _MAPPED = 1 << 25  # bytes: C's allocator maps what is larger anew in each call, and the system fills page after page with zeros
 _PAGE, _MADV_HUGEPAGE = 1 << 12, 14
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None

@@ -22,7 +22,7 @@ from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import Operation, apply_inline, code_dtype, decode_operation, encode_operation, quantize_operation
 from lowp.tensor.dynamo import in_graph, is_exporting, teach_dynamo
 from lowp.tensor.interchange import PAIRS, as_codes
-from lowp.tensor.memory import flat_memory, is_dense, storage_of
+from lowp.tensor.memory import flat_memory, is_dense, laid_out_alike, storage_of
 from lowp.tensor.noise import Domain, Noise
 from lowp.tensor.packing import pack as pack_codes
 from lowp.tensor.packing import unpack
@@ -312,7 +312,7 @@ def _apply(
 
 def _writes_in_place(x: Tensor, out: Tensor) -> bool:
     """May a kernel write to `out` while it reads `x` (dense)? They must be laid out alike, and apart or exactly the same."""
-    if out.stride() != x.stride() or type(out) is not Tensor or out.is_neg():
+    if not laid_out_alike(x, out):
         return False
     same = out.data_ptr() == x.data_ptr() and out.dtype == x.dtype
     return same or not compat.overlaps(x, out)
