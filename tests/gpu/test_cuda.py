@@ -8,6 +8,7 @@ import torch
 
 import lowp
 from lowp.formats import FORMATS, BlockFormat, Rounding, format
+from lowp.tensor import kernels
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import flat_triton
 
@@ -228,3 +229,52 @@ def test_tf32_and_fast_math_change_nothing():
             assert_same(compiled(x.cuda()), want)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fmt", ["e4m3fn", "posit8", "dynamic8"])
+def test_a_repeated_call_goes_to_its_kernel(fmt, dtype, monkeypatch):
+    """The same bits for other data, and not by way of the checks of a first call."""
+    x = numbers(ROW + 5, dtype)
+    on_gpu, expected = x.cuda(), lowp.quantize(x, fmt)
+    codes = lowp.encode(x, fmt, nan="saturate")
+
+    def calls(start=0, out=None, requires_grad=False):
+        part = on_gpu[start:].requires_grad_(requires_grad)
+        return lowp.quantize(part, fmt, out=out), lowp.encode(part, fmt, nan="saturate")
+
+    calls()
+    lowp.quantize(on_gpu, fmt, out=torch.empty_like(on_gpu))
+    lowp.decode(codes.cuda(), fmt, dtype=dtype)
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "run", None)  # what a call that is checked in full would call
+        for start in (0, 1, 4):  # aligned and not
+            out = torch.full_like(on_gpu[start:].clone(), 7)
+            version = out._version
+            for given in (None, out):
+                rounded, encoded = calls(start, given, requires_grad=given is None)
+                assert not rounded.requires_grad
+                assert_same(rounded, expected[start:])
+                assert_same(encoded, codes[start:])
+            assert rounded is out
+            assert out._version > version
+        assert_same(lowp.decode(codes.cuda(), fmt, dtype=dtype), lowp.decode(codes, fmt, dtype=dtype))
+        changed = on_gpu.detach().clone()
+        assert lowp.quantize(changed, fmt, out=changed) is changed
+        assert_same(changed, expected)
+    # What does not suit takes the long way: other strides, memory that is shared in part, nothing at all.
+    pairs = on_gpu.detach()[:100].view(10, 10)
+    assert_same(lowp.quantize(pairs.T, fmt), expected[:100].view(10, 10).T)
+    shared = on_gpu.detach().clone()
+    lowp.quantize(shared[:-1], fmt, out=shared[1:])
+    assert_same(shared[1:], expected[:-1])
+    assert lowp.quantize(on_gpu[:0], fmt).numel() == 0
+
+
+def test_a_repeated_call_that_refuses_nan_looks_each_time():
+    x = torch.randn(ROW, device="cuda")
+    lowp.encode(x, "e2m1fn")
+    x[17] = torch.nan
+    for _ in range(2):
+        with pytest.raises(ValueError, match="holds NaN"):
+            lowp.encode(x, "e2m1fn")

@@ -8,9 +8,10 @@ for any number of elements; the result is called directly.
    tensors take the plain operations, which need no compiler but some 100 microseconds.
 2. On a CPU the traced program is printed as C++ (lists/flat.py): built in a second, half a microsecond a call. (inductor's
    C++ for the same program takes 2 to 5 times as long on numbers in the cache, since its vectors pass through memory wherever
-   bits are seen as floats, and 5 to 10 seconds to build.) A call whose arguments but the data are those of an earlier call goes
-   to its kernel at once (`run_ready`): of 15 microseconds, checking arguments and making views took 12.
+   bits are seen as floats, and 5 to 10 seconds to build.)
 3. On CUDA it is printed as Triton (lists/flat_triton.py): one launch, in a second or two as well.
+   On both, a call whose arguments but the data are those of an earlier call goes to its kernel at once (`run_ready`): of 15
+   microseconds on a CPU, checking arguments and making views took 12.
 4. No working compiler: the plain operations serve, piece by piece through the cache, and a warning says so, once.
 """
 
@@ -150,7 +151,9 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, seed: int | Noise | None 
     to look at are the tensors, and whether something must see every operation. The result of such a call needs no gradient:
     that x requires one makes no difference.
     """
-    if not is_plain(x) or _modes() or _is_compiling():
+    if not is_plain(x):
+        return _run_ready_on_cuda(call, x, out) if seed is None else None
+    if _modes() or _is_compiling():
         return None
     try:
         kernel = _state.ready.get((call, x.dtype, None if out is None else out.dtype, seed is None))
@@ -169,19 +172,30 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, seed: int | Noise | None 
         return None
 
 
+def _run_ready_on_cuda(call: tuple[Any, ...], x: Any, out: Any) -> Tensor | None:
+    if not is_plain(x, "cuda") or _modes() or _is_compiling():
+        return None
+    device, count = x.device, x.numel()
+    try:
+        kernel = _state.ready.get((call, x.dtype, None if out is None else out.dtype, device))
+    except (TypeError, AttributeError):  # as in run_ready
+        return None
+    if kernel is None or not 0 < count <= MAX_ELEMENTS or torch.cuda.current_device() != device.index:
+        return None
+    result = _room(kernel.dtype, x, out, count)
+    if result is None:
+        return None
+    kernel.run(x.data_ptr(), result.data_ptr(), count)
+    if out is not None:
+        torch.autograd.graph.increment_version(out)
+    return result
+
+
 def _run_flat(kernel: "_CppKernel", x: Tensor, out: Any, count: int, numbers: tuple[Any, ...] | None) -> Tensor | None:
-    if out is None:
-        result = torch.empty_like(x) if kernel.dtype is x.dtype else torch.empty_like(x, dtype=kernel.dtype)
-        target = in_large_pages(result).data_ptr()
-    else:
-        if type(out) is not Tensor or out.shape != x.shape or not out.is_cpu or not out.is_contiguous() or out.is_neg():
-            return None
-        if out.requires_grad or _is_wrapped(out):
-            return None
-        result, source, target = out, x.data_ptr(), out.data_ptr()
-        apart = source + count * x.itemsize <= target or target + count * out.itemsize <= source
-        if not apart and (source != target or out.dtype is not x.dtype):
-            return None
+    result = _room(kernel.dtype, x, out, count)
+    if result is None:
+        return None
+    target = result.data_ptr()
     if numbers is None:
         refused = kernel.run(x.data_ptr(), target, None, *kernel.tables, count, _threads())
     else:
@@ -193,12 +207,26 @@ def _run_flat(kernel: "_CppKernel", x: Tensor, out: Any, count: int, numbers: tu
     return result
 
 
-def is_plain(x: Any) -> bool:
-    """Is it a tensor on the CPU whose numbers lie in memory one after the other, and of which nothing must see operations?"""
+def _room(dtype: torch.dtype, x: Tensor, out: Any, count: int) -> Tensor | None:
+    """Where a kernel may write what it makes of a plain tensor: to `out` if there is one; None where it does not suit."""
+    if out is None:
+        return in_large_pages(torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype))
+    if type(out) is not Tensor or out.shape != x.shape or out.device != x.device or not out.is_contiguous() or out.is_neg():
+        return None
+    if out.requires_grad or _is_wrapped(out):
+        return None
+    source, target = x.data_ptr(), out.data_ptr()
+    apart = source + count * x.itemsize <= target or target + count * out.itemsize <= source
+    return out if apart or (source == target and out.dtype is x.dtype) else None
+
+
+def is_plain(x: Any, device: str = "cpu") -> bool:
+    """Is it a tensor on such a device whose numbers lie in memory one after the other, and of which nothing must see
+    operations?"""
     kind = type(x)
     return (
         (kind is Tensor or kind is Parameter)
-        and x.is_cpu
+        and (x.is_cpu if device == "cpu" else x.is_cuda)
         and x.layout is torch.strided
         and not x.is_nested
         and not x.is_neg()
@@ -231,10 +259,14 @@ def _numbers_of(seed: Any, count: int) -> tuple[Any, ...] | None:
 
 
 def remember(call: tuple[Any, ...], operation: Operation, x: Tensor, out: Tensor | None, noise: Noise | None) -> None:
-    """Let `run_ready` make this call from now on, if there is a kernel for it."""
-    kernel = _state.kernels.get((operation, _CPU))
+    """Let `run_ready` make this call from now on, if there is a kernel for it. (On CUDA not where a call draws noise, or has
+    to look for NaN first.)"""
+    kernel = _state.kernels.get((operation, x.device))
+    known_by = call, x.dtype, None if out is None else out.dtype
     if isinstance(kernel, _CppKernel):
-        remember_kernel((call, x.dtype, None if out is None else out.dtype, noise is None), kernel)
+        remember_kernel((*known_by, noise is None), kernel)
+    elif isinstance(kernel, _TritonKernel) and noise is None and not (isinstance(operation, Encode) and operation.refuses_nan):
+        remember_kernel((*known_by, x.device), kernel)
 
 
 def remember_kernel(known_by: tuple[Any, ...], kernel: Any) -> None:
@@ -345,12 +377,7 @@ class _CppKernel:
         self._call = flat.build(function, [source], target, keys, self._tables, exact, words)
         self.run, self.run_drawn = self._call.run, self._call.run_drawn
         self.tables = [table.data_ptr() for table in self._tables]
-        # of the result, as users see it
-        self.dtype = (
-            operation.dtype
-            if isinstance(operation, Decode)
-            else (operation.out_dtype if isinstance(operation, Quantize) else code_dtype(operation.fmt))
-        )
+        self.dtype = _result_dtype(operation)
 
     def __call__(self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, out: Tensor) -> int:
         return self._call([stored], out, key, tables)
@@ -370,11 +397,25 @@ class _TritonKernel:
         source, target = _dtypes(operation)
         keys = KEY_SIZE if operation.stochastic else 0
         exact = isinstance(operation, Quantize)  # as in _CppKernel
+        self._tables = tables_on(operation, device)  # kept: their addresses are
         with torch.cuda.device(device):
-            self._run = flat_triton.build(function, [source], target, keys, tables_on(operation, device), exact)
+            self._call = flat_triton.build(function, [source], target, keys, self._tables, exact)
+        self._addresses = [table.data_ptr() for table in self._tables]
+        self.dtype = _result_dtype(operation)
 
     def __call__(self, stored: Tensor, tables: tuple[Tensor, ...], key: Tensor | None, out: Tensor) -> None:
-        self._run([stored], out, key, tables)
+        self._call([stored], out, key, tables)
+
+    def run(self, source: int, target: int, count: int) -> None:
+        """For `run_ready`: addresses on the current device, nothing drawn."""
+        self._call.launch(count, (source, target), self._addresses)
+
+
+def _result_dtype(operation: Operation) -> torch.dtype:
+    """Of the result, as users see it."""
+    if isinstance(operation, Decode):
+        return operation.dtype
+    return operation.out_dtype if isinstance(operation, Quantize) else code_dtype(operation.fmt)
 
 
 def _in_float32(operation: Operation) -> Callable[..., Tensor]:

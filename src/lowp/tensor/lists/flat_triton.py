@@ -9,7 +9,7 @@ Triton's `kernel[grid](...)` looks at every argument in every call, which takes 
 is to be found out here: one kernel is compiled for the dtypes (`warmup`), and launched with addresses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def build(
     numbers: int,
     tables: Sequence[Tensor],
     exact_products: bool = False,
-) -> Callable[..., None]:
+) -> "_TritonFlatKernel":
     """Compile a function for the device of the current stream. Arguments and result are those of `flat.build`."""
     device = torch.device("cuda", torch.cuda.current_device())
     outs = [out] if isinstance(out, torch.dtype) else list(out)
@@ -80,23 +80,25 @@ class _TritonFlatKernel:
                 part = slice(start, start + MOST)
                 self([x[part] for x in sized], [x[part] for x in outs], numbers, tables)
             return
-        arguments = [x.data_ptr() for x in (*sized, *outs)]
-        aligned, on_host = not any(address % 16 for address in arguments), True
+        small, on_host = [], True
         if self._program.numbers:
             assert numbers is not None
             if isinstance(numbers, Tensor) and numbers.is_cuda:
-                on_host = False
-                arguments.append(numbers.data_ptr())
+                small, on_host = [numbers.data_ptr()], False
             else:
                 values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
-                arguments += [values[place] for place in self._program.numbers]
-        launch = self._get(aligned, on_host)[-(-count // TILE), 1, 1]
-        arguments += [table.data_ptr() for table in tables]
+                small = [values[place] for place in self._program.numbers]
+        arguments = [x.data_ptr() for x in (*sized, *outs)], [*small, *(table.data_ptr() for table in tables)], on_host
         if torch.cuda.current_device() == self._device.index:
-            launch(*arguments, count)
+            self.launch(count, *arguments)
         else:
             with torch.cuda.device(self._device):
-                launch(*arguments, count)
+                self.launch(count, *arguments)
+
+    def launch(self, count: int, long: Sequence[int], rest: Sequence[int], on_host: bool = True) -> None:
+        """On the current device: addresses of `sized` and `out`, of at most MOST elements, and the arguments behind them."""
+        aligned = not any(address % 16 for address in long)
+        self._get(aligned, on_host)[-(-count // TILE), 1, 1](*long, *rest, count)
 
 
 def source(program: Program, sized: Sequence[torch.dtype], tables: int, aligned: bool, on_host: bool) -> str:
