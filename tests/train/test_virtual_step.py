@@ -124,7 +124,7 @@ class ReplayedOnCpu:
         self._batch = self._gradients = None
         self.launches = 0
 
-    def run(self, inputs, targets, number=None) -> bool:
+    def run(self, inputs, targets, number=None, step=0) -> bool:
         if self._batch is None:
             self._batch = inputs.clone(), targets.clone()
         for place, new in zip(self._batch, (inputs, targets), strict=True):

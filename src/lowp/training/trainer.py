@@ -145,19 +145,23 @@ class Trainer:
         buckets travel while it goes on, as those of real ranks do."""
         recipe, one_process = self.recipe, isinstance(self.exchange, (NoExchange, VirtualRanks)) and self.placement is None
         by_layer = self.loss_scale is not None and self.loss_scale.kind == "per_layer"  # its exponents change in every step
-        steady = not by_layer and self.numerics.simulation is None and self._filter is None
+        compiles = recipe.model.compile and self.numerics.simulation is not None  # the keys of its noise are the host's
+        steady = not by_layer and not compiles and self.numerics.may_be_recorded and self._filter is None
         ours = recipe.model.name in MODELS and recipe.micro_batches == 1 and not recipe.log.health
         return self.world.device.type == "cuda" and one_process and steady and ours
 
     def _make_graph(self) -> StepGraph | None:
-        return StepGraph(self._recorded, [*self.parameters.values()]) if self._may_be_recorded() else None
+        if not self._may_be_recorded():
+            return None
+        return StepGraph(self._recorded, [*self.parameters.values()], self.numerics.keyed_by)
 
     def _recorded(self, inputs: Tensor, targets: Tensor) -> None:
         """A pass as the graph holds it. Of one rank, figures are added in it too: two launches fewer."""
-        with self._autocast():
-            logits = self._outputs(inputs)
-            loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
-        self._scaled(loss).backward()
+        with self.numerics.recorded():
+            with self._autocast():
+                logits = self._outputs(inputs)
+                loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
+            self._scaled(loss).backward()
         self._metrics.record(loss.detach(), logits.detach(), targets)
         if len(self.exchange.ranks) == 1:
             self._metrics.add_recorded(0)
@@ -165,7 +169,8 @@ class Trainer:
     def _launched(self, inputs: Tensor, targets: Tensor, rank: int) -> bool:
         """Take a pass by the graph. False: there is none, and nothing was done."""
         scale = self.loss_scale
-        if self._graph is None or not self._graph.run(inputs, targets, None if scale is None else scale.value):
+        number = None if scale is None else scale.value, self.numerics.number
+        if self._graph is None or not self._graph.run(inputs, targets, number, self.numerics.moment):
             return False
         if scale is not None:
             scale.mark_scaled()
