@@ -5,7 +5,7 @@ import torch
 
 import lowp
 from lowp.tensor.noise import KEY_SIZE, Domain, Noise, key_tensor
-from lowp.tensor.recorded_step import _ROOM, RecordedStep
+from lowp.tensor.recorded_step import RecordedStep
 
 CPU = torch.device("cpu")
 PLACES = [
@@ -24,35 +24,46 @@ def noise_at(place, step):
     return Noise.of(domain, seed, step, *stream, offset=offset), first
 
 
+def recorded_keys(recorded, noises):
+    """Ask for keys twice: once to be counted, and once to be recorded."""
+    for noise, first in noises:
+        recorded.key(noise, first)
+    with recorded.recording():
+        return [recorded.key(noise, first) for noise, first in noises]
+
+
 def test_keys_are_those_of_the_step():
     recorded = RecordedStep(CPU)
-    with recorded.recording():
-        there = [recorded.key(*noise_at(place, recorded)) for place in PLACES]
+    there = recorded_keys(recorded, [noise_at(place, recorded) for place in PLACES])
     for step in (0, 1, 5 << 40 | 17, (1 << 63) - 1):
         recorded.fill(step)
         for place, found in zip(PLACES, there, strict=True):
             assert found.tolist() == key_tensor(*noise_at(place, step), CPU).tolist()
 
 
-def test_there_is_room_for_as_many_as_are_asked_for():
-    recorded, count = RecordedStep(CPU), 2 * _ROOM + 3
-    with recorded.recording():
-        there = [recorded.key(Noise.of(Domain.SIMULATION, 1, recorded, n, 0, 0), 0) for n in range(count)]
+def test_each_key_lies_as_the_first_does():
+    recorded = RecordedStep(CPU)
+    there = recorded_keys(recorded, [(Noise.of(Domain.SIMULATION, 1, recorded, n, 0, 0), 0) for n in range(40)])
     recorded.fill(9)
-    for n in (0, _ROOM - 1, _ROOM, 2 * _ROOM, count - 1):
+    for n in range(40):
         assert there[n].tolist() == key_tensor(Noise.of(Domain.SIMULATION, 1, 9, n, 0, 0), 0, CPU).tolist()
     assert all(key.data_ptr() % 16 == there[0].data_ptr() % 16 for key in there)
     assert all(len(key) == KEY_SIZE for key in there)
 
 
+def test_more_keys_than_before_are_refused():
+    recorded = RecordedStep(CPU)
+    with recorded.recording(), pytest.raises(RuntimeError, match="more keys"):
+        recorded.key(*noise_at(PLACES[0], recorded))
+    recorded.fill(3)  # nothing
+
+
 def test_another_recording_forgets_the_keys_of_the_one_before():
     recorded = RecordedStep(CPU)
-    with recorded.recording():
-        old = recorded.key(*noise_at(PLACES[0], recorded))
+    (old,) = recorded_keys(recorded, [noise_at(PLACES[0], recorded)])
     recorded.fill(1)
     before = old.clone()
-    with recorded.recording():
-        new = recorded.key(*noise_at(PLACES[1], recorded))
+    (new,) = recorded_keys(recorded, [noise_at(PLACES[1], recorded)])
     recorded.fill(2)
     assert torch.equal(old, before)
     assert new.tolist() == key_tensor(*noise_at(PLACES[1], 2), CPU).tolist()

@@ -12,15 +12,21 @@ from lowp.training.trainer import Trainer
 from lowp.training.world import World
 
 ALL = ("weights", "activations", "errors", "gradients")
+
+
+def every(fmt):
+    return dict.fromkeys(ALL, fmt)
+
+
 MIXED = {"activations": "stochastic", "errors": "stochastic", "gradients": "stochastic"}
 ROWS = {
     "fp32": {},
-    "posit8": {**dict.fromkeys(ALL, "posit8"), "scale": "tensor", "master": "posit16", "update": "nearest"},
+    "posit8": {**every("posit8"), "scale": "tensor", "master": "posit16", "update": "nearest"},
     "fixed, stochastic": {
-        **dict.fromkeys(ALL, "fixed7.8"), "rounding": "stochastic", "master": "fixed7.8", "update": "stochastic", "loss_scale": 128.0,
+        **every("fixed7.8"), "rounding": "stochastic", "master": "fixed7.8", "update": "stochastic", "loss_scale": 128.0,
     },
-    "e5m2": {**dict.fromkeys(ALL, "e5m2"), "rounding": MIXED, "layers": {"last": {"activations": "fp16"}}, "loss_scale": "dynamic"},
-    "delayed": {**dict.fromkeys(ALL, "e4m3fn"), "rounding": "stochastic", "scale": "delayed:4"},
+    "e5m2": {**every("e5m2"), "rounding": MIXED, "layers": {"last": {"activations": "fp16"}}, "loss_scale": "dynamic"},
+    "delayed": {**every("e4m3fn"), "rounding": "stochastic", "scale": "delayed:4"},
     "promote": {"weights": "e4m3fn", "activations": "e4m3fn", "promote": {"to": "fp16", "after": 1}},
     "switch": {"scale": "tensor", "switch": {"ladder": ["fixed3.4", "fixed3.8", "fp32"], "threshold": 1.2, "patience": 1}},
     "products": {"products": "mxfp4, stochastic, hadamard 64"},
@@ -37,20 +43,27 @@ def trainer_of(ranks=1, **precision):
 
 
 class KeysInMemory(RecordedStep):
-    """A place in memory for each key from the first time that it is asked for."""
+    """In the second pass and later ones, keys are where they were recorded."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
-        self._recording, self.places = True, {}
+        self.places = {}
+        self._places_of_pass = []
 
     def key(self, noise, first):
         place = noise.domain, noise.seed, noise.stream, noise.offset + first
-        if place not in self.places:
-            self.places[place] = super().key(noise, first)
-            for parts in self._keys.values():
-                parts[-1].arguments = []
-            self.fill(self.now)
-        return self.places[place]
+        if place in self.places:
+            return self.places[place]
+        self._places_of_pass.append((noise, first, place))
+        return super().key(noise, first)
+
+    def record(self):
+        """What the last pass has asked for. (Formats that change ask for other keys: all are recorded again.)"""
+        asked = [(noise, first) for noise, first, _ in self._places_of_pass]
+        for kind in ((int(noise.domain), noise.seed) for noise, _ in asked):
+            self._asked[kind] += 1
+        with self.recording():
+            self.places = {place: RecordedStep.key(self, *key[:2]) for *key, place in self._places_of_pass}
 
 
 class TakenAgain:
@@ -63,8 +76,10 @@ class TakenAgain:
         if self._keys is not None:
             self._keys.now = step
             self._keys.fill(step)
-        self.numbers.add(number)
         self._backward(inputs, targets)
+        if self._keys is not None and number not in self.numbers:
+            self._keys.record()
+        self.numbers.add(number)
         return True
 
     def own_gradients(self):

@@ -12,6 +12,7 @@ The order of an epoch's samples is a function of (seed, epoch); a step's samples
 So the state is the weights, the optimizer's states, a few counters, and what the wire remembers.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -26,7 +27,7 @@ from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.training.buffers import BufferCopies
 from lowp.training.check import check_model
 from lowp.training.data import open_data
-from lowp.training.data.base import Request
+from lowp.training.data.base import Request, aligned
 from lowp.training.data.wrappers import chosen
 from lowp.training.divergence import DIVERGED
 from lowp.training.exchange import Exchange, NoExchange, Placed, VirtualRanks, exchange_for
@@ -39,7 +40,7 @@ from lowp.training.numerics import Numerics, stored_dtype, wire_settings
 from lowp.training.optimizers import by_torch, master_weights_for, optimizer_for
 from lowp.training.parallel import Placement, RealTeam, VirtualTeam, pipeline_model, split_model
 from lowp.training.plugins import blamed, is_plugin, load_plugin
-from lowp.training.randomness import seed_of, seed_torch
+from lowp.training.randomness import has_drawn, seed_of, seed_torch
 from lowp.training.recipe import Recipe
 from lowp.training.step_clock import COMPUTE, EXCHANGE, INPUT, UPDATE, StepClock
 from lowp.training.step_graph import StepGraph
@@ -48,6 +49,8 @@ from lowp.training.world import World
 
 TEST_SAMPLES = 1000  # in a test batch of images; fixed, so that a test's numbers do not depend on the ranks
 TEST_CHARACTERS = 16384  # in one of text
+STEP_GRAPH_RANKS = 512  # at most, whose passes are one graph
+STEP_GRAPH_ELEMENTS = 1 << 24  # of all their inputs, at most
 
 
 class Trainer:
@@ -80,7 +83,7 @@ class Trainer:
         self.clock = StepClock(device)
         self._answers_later = device.type in ANSWER_LATER and self._may_answer_later()
         self._update = self._make_update()
-        self._graph = self._make_graph()
+        self._make_graphs()
         buffers = BufferCopies(self.model)  # before the steps of even and of odd numbers
         self._buffers_before = buffers, BufferCopies(self.model) if self._answers_later else buffers
 
@@ -150,10 +153,77 @@ class Trainer:
         ours = recipe.model.name in MODELS and recipe.micro_batches == 1 and not recipe.log.health
         return self.world.device.type == "cuda" and one_process and steady and ours
 
-    def _make_graph(self) -> StepGraph | None:
-        if not self._may_be_recorded():
-            return None
-        return StepGraph(self._recorded, [*self.parameters.values()], self.numerics.keyed_by)
+    def _make_graphs(self) -> None:
+        """Anew where states are loaded. Whether all ranks' passes of a step are one graph is decided after the first step."""
+        self._graph: StepGraph | None = None
+        self._step_graph: StepGraph | None = None
+        self._draws: bool | None = None  # from torch's generators, in a pass; None: not known yet
+        if self._may_be_recorded() and not self._may_record_steps():
+            self._graph = self._graph_of(self._recorded)
+
+    def _graph_of(self, recorded: Callable[[Tensor, Tensor], None]) -> StepGraph:
+        return StepGraph(recorded, [*self.parameters.values()], self.numerics.keyed_by)
+
+    def _may_record_steps(self) -> bool:
+        """May all ranks' passes and their exchange be one graph, unless each pass draws, and needs a seed of its own? Of large
+        batches, launches take no time, and the graph would hold much memory."""
+        exchange, batch = self.exchange, self.recipe.batch
+        if not isinstance(exchange, VirtualRanks) or len(exchange.ranks) == 1 or self.numerics.keyed_by is not None:
+            return False
+        small = len(exchange.ranks) <= STEP_GRAPH_RANKS and batch * math.prod(self.data.shape) <= STEP_GRAPH_ELEMENTS
+        return small and batch % len(exchange.ranks) == 0 and exchange.steady
+
+    def _recorded_step(self, inputs: Tensor, targets: Tensor) -> None:
+        """All ranks' passes, one after the other, and their exchange, as one graph holds them."""
+        exchange = self.exchange
+        assert isinstance(exchange, VirtualRanks)
+        size = len(targets) // len(exchange.ranks)
+
+        def gradients(rank: int, last: Callable[[], None]) -> None:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            own = slice(rank * size, (rank + 1) * size)
+            self._recorded(aligned(inputs[own]), aligned(targets[own]))
+            if rank not in counted:  # else the pass is taken again
+                self._metrics.add_recorded(rank)
+            counted.add(rank)
+
+        counted: set[int] = set()
+        with self._weights_cast_once():
+            exchange.add(gradients)
+
+    def _step_launched(self) -> bool:
+        """Take all ranks' passes and their exchange by the graph. False: there is none, and nothing was done."""
+        exchange = self.exchange
+        if self._step_graph is None or not isinstance(exchange, VirtualRanks):
+            return False
+        self.clock.enter(INPUT)
+        batches = [batch for rank in exchange.ranks for batch in self.micro_batches(rank)]
+        self.clock.enter(COMPUTE)
+        inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
+        scale = self.loss_scale
+        if not self._step_graph.run(self._laid_out(inputs), targets, None if scale is None else scale.value):
+            self._graph, self._step_graph = self._graph_of(self._recorded), None
+            return False
+        if scale is not None:
+            scale.mark_scaled()
+        for rank, (_, own) in zip(exchange.ranks, batches, strict=True):
+            self._metrics.add_samples(rank, own.numel())
+        exchange.step_launched()
+        self.clock.enter(EXCHANGE)
+        return True
+
+    def _reduce(self) -> None:
+        """This step's gradients: the mean of all ranks."""
+        if self._step_launched():
+            return
+        first = self._draws is None
+        self.exchange.reduce(self._gradients)
+        if first and self._may_be_recorded() and self._may_record_steps():
+            if self._draws:
+                self._graph = self._graph_of(self._recorded)
+            else:
+                self._step_graph = self._graph_of(self._recorded_step)
 
     def _recorded(self, inputs: Tensor, targets: Tensor) -> None:
         """A pass as the graph holds it. Of one rank, figures are added in it too: two launches fewer."""
@@ -227,6 +297,8 @@ class Trainer:
             if not self._launched(inputs, targets, rank) and targets.numel():
                 self._metrics.add_loss(rank, self._backward(inputs, targets, rank), 1 / recipe.micro_batches)
             self._metrics.add_samples(rank, targets.numel())
+            if self._draws is None:
+                self._draws = has_drawn(seed_of(recipe.seed, "forward", self.step, rank, micro), self.world.device)
         self.clock.enter(EXCHANGE)
 
     def _backward(self, inputs: Tensor, targets: Tensor, rank: int) -> Tensor:
@@ -280,7 +352,7 @@ class Trainer:
             try:
                 self.clock.enter(EXCHANGE)
                 with self._weights_cast_once():
-                    self.exchange.reduce(self._gradients)
+                    self._reduce()
             finally:
                 self._confirm()  # also where this step failed: the weights that it was given may be the cause
             self.clock.enter(UPDATE)
@@ -398,11 +470,11 @@ class Trainer:
         self.numerics.load_state_of_ranks(mine)
         self.exchange.load_state_of_rank(of_ranks)
         self._update = self._make_update()
-        self._graph = self._make_graph()
+        self._make_graphs()
         self._feed.forget()
 
     def close(self) -> None:
-        self._graph = None
+        self._graph = self._step_graph = None
         self.exchange.close()
 
 

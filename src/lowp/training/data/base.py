@@ -17,6 +17,7 @@ from lowp.training.randomness import seed_of
 Key = tuple[int | str, ...]
 
 AHEAD = 16  # micro-batches whose integers travel to a device in one copy
+SMALL = 32  # samples of a batch, at most, that is made together with others
 
 
 class Request(NamedTuple):
@@ -77,9 +78,28 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def plans_on(device: torch.device, plan: Callable[[Request], Tensor], requests: Iterable[Request]) -> Iterator[Tensor]:
-    """`plan(request)` (integers, a column a sample) for each request, on the device. Requests are taken ahead: a copy to a GPU
-    takes the host as long as several kernels."""
+def batches_on(
+    device: torch.device,
+    plan: Callable[[Request], Tensor],
+    requests: Iterable[Request],
+    make: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`make` of `plan(request)` (integers, a column a sample, on the device) for each request.
+
+    Requests are taken ahead: a copy to a GPU takes the host as long as several kernels. Small batches are also made together,
+    and cut: each operation of `make` treats samples alike, whichever others there are.
+    """
     coming = iter(requests)
     while plans := [*map(plan, islice(coming, AHEAD))]:
-        yield from to_device(torch.cat(plans, 1), device).split([each.shape[1] for each in plans], 1)
+        sizes = [each.shape[1] for each in plans]
+        there = to_device(torch.cat(plans, 1), device)
+        if max(sizes) > SMALL:
+            yield from map(make, there.split(sizes, 1))
+        else:
+            inputs, targets = make(there)
+            yield from zip(map(aligned, inputs.split(sizes)), map(aligned, targets.split(sizes)), strict=True)
+
+
+def aligned(batch: Tensor) -> Tensor:
+    """A part of a larger tensor, beginning where memory of its own might: libraries choose their kernels by that."""
+    return batch if batch.data_ptr() % 16 == 0 else batch.clone()
