@@ -132,6 +132,13 @@ class Numerics:
         return self.simulation is None or all(layer.arithmetic is None for layer in self.simulation.layers)
 
     @property
+    def learns(self) -> bool:
+        """Does a step leave something behind for later ones, as its gradients, overflows or largest numbers were?"""
+        layers = () if self.simulation is None else self.simulation.layers
+        delayed = any(scale.kind == "delayed" for layer in layers for scale in layer.scales.values())
+        return delayed or self._promote is not None or self._switch is not None
+
+    @property
     def number(self) -> int:
         """It changes when formats do."""
         return 0 if self.simulation is None else self.simulation.changes

@@ -140,7 +140,7 @@ class Trainer:
         """May the next step begin before it is known that this one's gradients were finite? Where they were not, the weights
         are wrong meanwhile: only where nothing else than this class sees them, or learns from a step."""
         alone = isinstance(self.exchange, NoExchange) and self.placement is None
-        learns = self.loss_scale is not None or self.numerics.simulation is not None or self.master is not None
+        learns = self.loss_scale is not None or self.numerics.learns or self.master is not None
         return alone and not learns and self._filter is None and not self.recipe.log.health
 
     def _may_be_recorded(self) -> bool:
@@ -158,6 +158,7 @@ class Trainer:
         self._graph: StepGraph | None = None
         self._step_graph: StepGraph | None = None
         self._draws: bool | None = None  # from torch's generators, in a pass; None: not known yet
+        self._fetched: tuple[int, list[tuple[Tensor, Tensor]]] = -1, []  # a step's batches, before it begins
         if self._may_be_recorded() and not self._may_record_steps():
             self._graph = self._graph_of(self._recorded)
 
@@ -198,7 +199,9 @@ class Trainer:
         if self._step_graph is None or not isinstance(exchange, VirtualRanks):
             return False
         self.clock.enter(INPUT)
-        batches = [batch for rank in exchange.ranks for batch in self.micro_batches(rank)]
+        step, batches = self._fetched
+        if step != self.step:
+            batches = self._batches_of(self.step)
         self.clock.enter(COMPUTE)
         inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
         scale = self.loss_scale
@@ -210,8 +213,14 @@ class Trainer:
         for rank, (_, own) in zip(exchange.ranks, batches, strict=True):
             self._metrics.add_samples(rank, own.numel())
         exchange.step_launched()
+        if self.step + 1 < self.steps:  # while the device computes: the update will wait for it
+            self._fetched = self.step + 1, self._batches_of(self.step + 1)
         self.clock.enter(EXCHANGE)
         return True
+
+    def _batches_of(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Of all ranks."""
+        return [batch for rank in self.exchange.ranks for batch in self._feed.micro_batches(step, rank)]
 
     def _reduce(self) -> None:
         """This step's gradients: the mean of all ranks."""
