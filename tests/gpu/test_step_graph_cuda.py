@@ -50,7 +50,7 @@ def trained(recipe, plain, steps, monkeypatch, data=None, epoch=0):
                         trainer.numerics.epoch_begins(step // epoch)
                     trainer.train_step()
             trainer.confirm()
-            graphs = trainer._graph, trainer._step_graph
+            graphs = trainer._graph, None if trainer._ranks_graph is None else trainer._ranks_graph._graph
             recorded = [graph is not None and graph._graph is not None for graph in graphs]
             numbers = [p.detach().cpu() for p in trainer.model.state_dict().values()]
             remembered = str(trainer.numerics.state_dict()), trainer.exchange.bytes_sent()

@@ -12,7 +12,6 @@ The order of an epoch's samples is a function of (seed, epoch); a step's samples
 So the state is the weights, the optimizer's states, a few counters, and what the wire remembers.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -27,7 +26,7 @@ from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.training.buffers import BufferCopies
 from lowp.training.check import check_model
 from lowp.training.data import open_data
-from lowp.training.data.base import Request, aligned
+from lowp.training.data.base import Request
 from lowp.training.data.wrappers import chosen
 from lowp.training.divergence import DIVERGED
 from lowp.training.exchange import Exchange, NoExchange, Placed, VirtualRanks, exchange_for
@@ -41,6 +40,7 @@ from lowp.training.optimizers import by_torch, master_weights_for, optimizer_for
 from lowp.training.parallel import Placement, RealTeam, VirtualTeam, pipeline_model, split_model
 from lowp.training.plugins import blamed, is_plugin, load_plugin
 from lowp.training.randomness import has_drawn, seed_of, seed_torch
+from lowp.training.ranks_graph import RanksGraph, suits_ranks_graph
 from lowp.training.recipe import Recipe
 from lowp.training.step_clock import COMPUTE, EXCHANGE, INPUT, UPDATE, StepClock
 from lowp.training.step_graph import StepGraph
@@ -49,8 +49,6 @@ from lowp.training.world import World
 
 TEST_SAMPLES = 1000  # in a test batch of images; fixed, so that a test's numbers do not depend on the ranks
 TEST_CHARACTERS = 16384  # in one of text
-STEP_GRAPH_RANKS = 512  # at most, whose passes are one graph
-STEP_GRAPH_ELEMENTS = 1 << 24  # of all their inputs, at most
 
 
 class Trainer:
@@ -156,83 +154,57 @@ class Trainer:
     def _make_graphs(self) -> None:
         """Anew where states are loaded. Whether all ranks' passes of a step are one graph is decided after the first step."""
         self._graph: StepGraph | None = None
-        self._step_graph: StepGraph | None = None
+        self._ranks_graph: RanksGraph | None = None
         self._draws: bool | None = None  # from torch's generators, in a pass; None: not known yet
-        self._fetched: tuple[int, list[tuple[Tensor, Tensor]]] = -1, []  # a step's batches, before it begins
-        if self._may_be_recorded() and not self._may_record_steps():
-            self._graph = self._graph_of(self._recorded)
+        if self._may_be_recorded() and not self._may_be_one_graph():
+            self._graph = self._graph_of_passes()
 
-    def _graph_of(self, recorded: Callable[[Tensor, Tensor], None]) -> StepGraph:
-        return StepGraph(recorded, [*self.parameters.values()], self.numerics.keyed_by)
+    def _graph_of_passes(self) -> StepGraph:
+        return StepGraph(self._recorded, [*self.parameters.values()], self.numerics.keyed_by)
 
-    def _may_record_steps(self) -> bool:
-        """May all ranks' passes and their exchange be one graph, unless each pass draws, and needs a seed of its own? Of large
-        batches, launches take no time, and the graph would hold much memory."""
-        exchange, batch = self.exchange, self.recipe.batch
-        if not isinstance(exchange, VirtualRanks) or len(exchange.ranks) == 1 or self.numerics.keyed_by is not None:
-            return False
-        small = len(exchange.ranks) <= STEP_GRAPH_RANKS and batch * math.prod(self.data.shape) <= STEP_GRAPH_ELEMENTS
-        return small and batch % len(exchange.ranks) == 0 and exchange.steady
+    def _may_be_one_graph(self) -> bool:
+        return self.numerics.keyed_by is None and suits_ranks_graph(self.exchange, self.recipe.batch, self.data.shape)
 
-    def _recorded_step(self, inputs: Tensor, targets: Tensor) -> None:
-        """All ranks' passes, one after the other, and their exchange, as one graph holds them."""
-        exchange = self.exchange
+    def _graph_of_ranks(self) -> RanksGraph:
+        def take(rank: int, inputs: Tensor, targets: Tensor) -> None:
+            self._recorded(inputs, targets)
+            self._metrics.add_recorded(rank)
+
+        exchange, parameters = self.exchange, self.parameters.values()
         assert isinstance(exchange, VirtualRanks)
-        size = len(targets) // len(exchange.ranks)
+        return RanksGraph(exchange, self._feed, parameters, take, self._weights_cast_once)
 
-        def gradients(rank: int, last: Callable[[], None]) -> None:
-            for parameter in self.parameters.values():
-                parameter.grad = None
-            own = slice(rank * size, (rank + 1) * size)
-            self._recorded(aligned(inputs[own]), aligned(targets[own]))
-            if rank not in counted:  # else the pass is taken again
-                self._metrics.add_recorded(rank)
-            counted.add(rank)
-
-        counted: set[int] = set()
-        with self._weights_cast_once():
-            exchange.add(gradients)
-
-    def _step_launched(self) -> bool:
-        """Take all ranks' passes and their exchange by the graph. False: there is none, and nothing was done."""
-        exchange = self.exchange
-        if self._step_graph is None or not isinstance(exchange, VirtualRanks):
+    def _all_launched(self) -> bool:
+        """Take all ranks' passes and their exchange by one graph. False: there is none, and nothing was done."""
+        graph, scale = self._ranks_graph, self.loss_scale
+        if graph is None:
             return False
-        self.clock.enter(INPUT)
-        step, batches = self._fetched
-        if step != self.step:
-            batches = self._batches_of(self.step)
         self.clock.enter(COMPUTE)
-        inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
-        scale = self.loss_scale
-        if not self._step_graph.run(self._laid_out(inputs), targets, None if scale is None else scale.value):
-            self._graph, self._step_graph = self._graph_of(self._recorded), None
+        predictions = graph.run(self.step, None if scale is None else scale.value, self._laid_out)
+        if predictions is None:
+            self._graph, self._ranks_graph = self._graph_of_passes(), None
             return False
         if scale is not None:
             scale.mark_scaled()
-        for rank, (_, own) in zip(exchange.ranks, batches, strict=True):
-            self._metrics.add_samples(rank, own.numel())
-        exchange.step_launched()
-        if self.step + 1 < self.steps:  # while the device computes: the update will wait for it
-            self._fetched = self.step + 1, self._batches_of(self.step + 1)
+        for rank, count in zip(self.exchange.ranks, predictions, strict=True):
+            self._metrics.add_samples(rank, count)
+        self.clock.enter(INPUT)
+        if self.step + 1 < self.steps:
+            graph.fetch(self.step + 1)
         self.clock.enter(EXCHANGE)
         return True
 
-    def _batches_of(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Of all ranks."""
-        return [batch for rank in self.exchange.ranks for batch in self._feed.micro_batches(step, rank)]
-
     def _reduce(self) -> None:
         """This step's gradients: the mean of all ranks."""
-        if self._step_launched():
+        if self._all_launched():
             return
         first = self._draws is None
         self.exchange.reduce(self._gradients)
-        if first and self._may_be_recorded() and self._may_record_steps():
+        if first and self._may_be_recorded() and self._may_be_one_graph():
             if self._draws:
-                self._graph = self._graph_of(self._recorded)
+                self._graph = self._graph_of_passes()
             else:
-                self._step_graph = self._graph_of(self._recorded_step)
+                self._ranks_graph = self._graph_of_ranks()
 
     def _recorded(self, inputs: Tensor, targets: Tensor) -> None:
         """A pass as the graph holds it. Of one rank, figures are added in it too: two launches fewer."""
@@ -483,7 +455,7 @@ class Trainer:
         self._feed.forget()
 
     def close(self) -> None:
-        self._graph = self._step_graph = None
+        self._graph = self._ranks_graph = None
         self.exchange.close()
 
 
