@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from lowp.training.data.base import aligned
+from lowp.training.data.base import as_its_own
 from lowp.training.exchange import Exchange, VirtualRanks
 from lowp.training.feed import Feed
 from lowp.training.step_graph import StepGraph
@@ -55,7 +55,7 @@ class RanksGraph:
             for parameter in self._parameters:
                 parameter.grad = None
             own = slice(rank * size, (rank + 1) * size)
-            self._take_one(rank, aligned(inputs[own]), aligned(targets[own]))
+            self._take_one(rank, as_its_own(inputs[own]), targets[own])
 
         with self._around():
             self._exchange.add(gradients)

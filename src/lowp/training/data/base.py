@@ -18,6 +18,8 @@ Key = tuple[int | str, ...]
 
 AHEAD = 16  # micro-batches whose integers travel to a device in one copy
 SMALL = 32  # samples of a batch, at most, that is made together with others
+TOGETHER = ("cuda",)  # where: on a CPU operations begin at once
+ROUND = 512  # bytes: where torch lets memory on CUDA begin
 
 
 class Request(NamedTuple):
@@ -86,20 +88,21 @@ def batches_on(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """`make` of `plan(request)` (integers, a column a sample, on the device) for each request.
 
-    Requests are taken ahead: a copy to a GPU takes the host as long as several kernels. Small batches are also made together,
-    and cut: each operation of `make` treats samples alike, whichever others there are.
+    Requests are taken ahead: a copy to a GPU takes the host as long as several kernels. Small batches are also made together
+    there, and cut: each operation of `make` treats samples alike, whichever others there are.
     """
     coming = iter(requests)
     while plans := [*map(plan, islice(coming, AHEAD))]:
         sizes = [each.shape[1] for each in plans]
         there = to_device(torch.cat(plans, 1), device)
-        if max(sizes) > SMALL:
+        if device.type not in TOGETHER or max(sizes) > SMALL:
             yield from map(make, there.split(sizes, 1))
         else:
             inputs, targets = make(there)
-            yield from zip(map(aligned, inputs.split(sizes)), map(aligned, targets.split(sizes)), strict=True)
+            yield from zip(map(as_its_own, inputs.split(sizes)), targets.split(sizes), strict=True)
 
 
-def aligned(batch: Tensor) -> Tensor:
-    """A part of a larger tensor, beginning where memory of its own might: libraries choose their kernels by that."""
-    return batch if batch.data_ptr() % 16 == 0 else batch.clone()
+def as_its_own(part: Tensor) -> Tensor:
+    """A part of a larger tensor, or a copy of it, which begins at an address as round as any tensor's: a product may have other
+    bits where an operand's address is less round."""
+    return part if part.data_ptr() % ROUND == 0 else part.clone()
