@@ -30,7 +30,7 @@ KEYS = Elementwise(lambda *arguments: [keys_of_streams(*arguments)], (torch.int6
 
 
 @dataclass
-class _Keys:
+class _RecordedKeys:
     """The keys of one domain and seed, and the streams and indices that they belong to."""
 
     memory: Tensor
@@ -44,7 +44,7 @@ class RecordedStep(KeySource):
         self._device = device
         self._recording = False
         self._asked: Counter[tuple[int, int]] = Counter()  # for keys of a domain and seed, since the last recording
-        self._keys: dict[tuple[int, int], _Keys] = {}
+        self._keys: dict[tuple[int, int], _RecordedKeys] = {}
         self.now = 0  # the step, while nothing is recorded
 
     @contextmanager
@@ -52,7 +52,9 @@ class RecordedStep(KeySource):
         """Within it, keys are places in memory; those of an earlier recording are forgotten. There is room for as many as were
         asked for since then: at least one pass must have been taken."""
         shapes = {kind: (count, _APART) for kind, count in self._asked.items()}
-        self._keys = {k: _Keys(torch.empty(shape, dtype=torch.int32, device=self._device)) for k, shape in shapes.items()}
+        self._keys = {
+            k: _RecordedKeys(torch.empty(shape, dtype=torch.int32, device=self._device)) for k, shape in shapes.items()
+        }
         self._asked.clear()
         self._recording = True
         try:
