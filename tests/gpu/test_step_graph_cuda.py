@@ -1,9 +1,12 @@
 """Steps of `lowp train` that are recorded in a CUDA graph compute what the same steps do without one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from lowp.training import step_graph
+from lowp.lab.settings import plan_of_study
+from lowp.lab.study import read_study
 from lowp.training.cuda_settings import cuda_settings
 from lowp.training.recipe import Recipe
 from lowp.training.run import run
@@ -14,6 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning"),
 ]
+STUDIES = Path(__file__).parents[2] / "studies"
 MODELS = {
     "mlp": {"hidden": [64, 32], "dropout": 0.2},
     "cnn": {},
@@ -30,51 +34,133 @@ PRECISIONS = {
 APS = {"format": "e5m2", "scale": "aps", "reduction": "sequential"}
 
 
-def trained(model, options, eager, steps, monkeypatch, *, ranks=1, wire=None, compiled=False, **precision):
-    monkeypatch.setattr(step_graph, "EAGER_STEPS", eager)
-    recipe = Recipe(
+def trained(recipe, plain, steps, monkeypatch, data=None, epoch=0):
+    """Weights, figures and what is remembered after some steps; and what was recorded. `epoch`: so many steps are one."""
+    with monkeypatch.context() as patch:
+        if plain:
+            patch.setattr(Trainer, "_may_be_recorded", lambda self: False)
+        world = World.join("cuda", threads=0)
+        try:
+            trainer = Trainer(recipe, world, data)
+            with cuda_settings(recipe, world.device):
+                for step in range(steps):
+                    if epoch and step % epoch == 0:
+                        if step:
+                            trainer.numerics.epoch_ends()
+                        trainer.numerics.epoch_begins(step // epoch)
+                    trainer.train_step()
+            trainer.confirm()
+            graphs = trainer._graph, None if trainer._ranks_graph is None else trainer._ranks_graph._graph
+            recorded = [graph is not None and graph._graph is not None for graph in graphs]
+            numbers = [p.detach().cpu() for p in trainer.model.state_dict().values()]
+            remembered = str(trainer.numerics.state_dict()), trainer.exchange.bytes_sent()
+            return numbers, (trainer.take_metrics(), *remembered), recorded
+        finally:
+            trainer.close()
+            world.leave()
+
+
+def check_the_same(recipe, steps, monkeypatch, recorded, **more):
+    plain, graph = (trained(recipe, plain, steps, monkeypatch, **more) for plain in (True, False))
+    assert plain[1] == graph[1]
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], graph[0], strict=True))
+    assert plain[2] == [False, False]
+    assert graph[2] == recorded
+
+
+def recipe_of(model, *, ranks=1, wire=None, compiled=False, **precision):
+    return Recipe(
         name="graph", seed=3, epochs=1, batch=64, virtual_ranks=ranks, device="cuda", deterministic=True, wire=wire or {},
-        model={"name": model, "options": options, "compile": compiled}, data={"name": "fashion14"},
+        model={"name": model, "options": MODELS[model], "compile": compiled}, data={"name": "fashion14"},
         optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9}, precision=precision,
     )  # fmt: skip
-    world = World.join("cuda", threads=0)
-    try:
-        trainer = Trainer(recipe, world)
-        with cuda_settings(recipe, world.device):
-            for _ in range(steps):
-                trainer.train_step()
-        trainer.confirm()
-        assert (trainer._graph._graph is not None) == (eager < steps * ranks)
-        return [p.detach().cpu() for p in trainer.model.state_dict().values()], trainer.take_metrics()
-    finally:
-        world.leave()
+
+
+PASS, STEP = [True, False], [False, True]  # what is recorded
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_recorded_steps_are_the_same(model, precision, monkeypatch):
-    told = PRECISIONS[precision]
-    plain, graph = (trained(model, MODELS[model], eager, 12, monkeypatch, **told) for eager in (1000, 3))
-    assert plain[1] == graph[1]
-    assert all(torch.equal(a, b) for a, b in zip(plain[0], graph[0], strict=True))
+    check_the_same(recipe_of(model, **PRECISIONS[precision]), 12, monkeypatch, PASS)
 
 
 @pytest.mark.parametrize("precision", ["autocast", "loss scale"])
 @pytest.mark.parametrize("wire", [{}, APS], ids=["fp32", "aps"])
 @pytest.mark.parametrize("model", MODELS)
 def test_recorded_virtual_ranks_are_the_same(model, wire, precision, monkeypatch):
-    """Dropout too: each rank's pass draws by its own seed."""
-    told = {"ranks": 4, "wire": wire, **PRECISIONS[precision]}
-    plain, graph = (trained(model, MODELS[model], eager, 5, monkeypatch, **told) for eager in (1000, 3))
-    assert plain[1] == graph[1]
-    assert all(torch.equal(a, b) for a, b in zip(plain[0], graph[0], strict=True))
+    """Dropout too: each rank's pass draws by its own seed, and is recorded by itself."""
+    recorded = PASS if "dropout" in MODELS[model] else STEP
+    check_the_same(recipe_of(model, ranks=4, wire=wire, **PRECISIONS[precision]), 12, monkeypatch, recorded)
 
 
 def test_recorded_compiled_virtual_ranks_are_the_same(monkeypatch):
-    told = {"ranks": 4, "wire": APS, "compiled": True, "activations": "bf16"}
-    plain, graph = (trained("resnet18", MODELS["resnet18"], eager, 5, monkeypatch, **told) for eager in (1000, 3))
-    assert plain[1] == graph[1]
-    assert all(torch.equal(a, b) for a, b in zip(plain[0], graph[0], strict=True))
+    recipe = recipe_of("resnet18", ranks=4, wire=APS, compiled=True, activations="bf16")
+    check_the_same(recipe, 7, monkeypatch, STEP)
+
+
+def changed_rows(study, **changes):
+    """The settings of a study, with another set of data, and fewer of them."""
+    rows = plan_of_study(read_study(STUDIES / study)).settings
+    return {row.name: Recipe.model_validate(row.recipe.model_dump() | {"deterministic": True} | changes) for row in rows}
+
+
+CIFAR = changed_rows(
+    "neighbours/cifar.toml", batch=64, data={"name": "fashion14", "augment": ["crop", "flip"]}, epochs=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", CIFAR)
+def test_mechanisms_of_neighbours(row, monkeypatch):
+    """In the 9th step an epoch begins: formats change, and the pass is recorded again."""
+    not_recorded = "integer add" in row  # the host makes tables for each of its products
+    check_the_same(CIFAR[row], 16, monkeypatch, [not not_recorded, False], epoch=8)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Characters, where `shakespeare` is looked for."""
+    letters = torch.randint(97, 123, (40_000,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    (tmp_path / "tinyshakespeare.txt").write_bytes(bytes(letters.tolist()))
+    return tmp_path
+
+
+FOUR_BITS = changed_rows("four-bits/longer.toml", data={"name": "shakespeare", "context": 64})
+
+
+@pytest.mark.parametrize("row", FOUR_BITS)
+def test_products_of_four_bits(row, text, monkeypatch):
+    check_the_same(FOUR_BITS[row], 8, monkeypatch, PASS, data=text)
+
+
+LSTM = changed_rows("neighbours/lstm.toml", data={"name": "shakespeare", "context": 16}, virtual_ranks=4, batch=4)
+
+
+@pytest.mark.parametrize("row", LSTM)
+def test_ranks_of_one_sample(row, text, monkeypatch):
+    check_the_same(LSTM[row], 8, monkeypatch, STEP, data=text)
+
+
+DAVIDNET = changed_rows(
+    "aps/ranks256-davidnet.toml", data={"name": "fashion14", "augment": ["crop", "flip"]}, virtual_ranks=32, batch=256,
+    model={"name": "resnet18", "options": {"width": 8}},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", DAVIDNET)
+def test_ranks_of_eight_samples(row, monkeypatch):
+    check_the_same(DAVIDNET[row], 8, monkeypatch, STEP)
+
+
+def test_stochastic_wires_are_not_recorded_with_their_step(monkeypatch):
+    wire = {"format": "e5m2", "scale": "local", "rounding": "stochastic"}
+    check_the_same(recipe_of("cnn", ranks=4, wire=wire), 6, monkeypatch, PASS)
+
+
+def test_fixed_point_is_drawn_anew_in_every_step_and_rank(monkeypatch):
+    told = dict.fromkeys(("weights", "activations", "errors", "gradients"), "fixed7.8")
+    recipe = recipe_of("cnn", ranks=4, wire=APS, rounding="stochastic", loss_scale=128.0, **told)
+    check_the_same(recipe, 6, monkeypatch, PASS)
 
 
 def test_a_run(tmp_path):

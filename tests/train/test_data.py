@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from lowp.training.check import check
-from lowp.training.data import SET_NAMES, download, files, open_data
+from lowp.training.data import SET_NAMES, base, download, files, open_data
 from lowp.training.data.augment import Augment
 from lowp.training.data.base import Request
 from lowp.training.data.images import ResidentImages, values_of
@@ -294,6 +294,36 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, network):
 
 
 # Batches of images
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (3, 9, 9)])  # samples of the first begin 3072 bytes apart, of the second 972
+@pytest.mark.parametrize("samples", [[5] * 40, [1] * 20, [32] * 3, [33] * 3, [4, 0, 7]])
+def test_small_batches_that_are_made_together_are_the_same(samples, shape, monkeypatch):
+    requests = [Request(torch.arange(count) * 7 % 64, (0, 0, n)) for n, count in enumerate(samples)]
+    split = resident(("crop", "flip", "cutout"), shape=shape)[2]
+    monkeypatch.setattr(base, "TOGETHER", ("cpu",))
+    together = [*split.stream(requests)]
+    monkeypatch.undo()
+    assert len(together) == len(samples)
+    for request, (images, labels) in zip(requests, together, strict=True):
+        ((own_images, own_labels),) = split.stream([request])
+        assert torch.equal(images, own_images)
+        assert torch.equal(labels, own_labels)
+        assert images.is_contiguous()
+        assert images.storage_offset() == 0 or images.data_ptr() % 512 == 0
+
+
+def test_small_texts_that_are_made_together_are_the_same(tmp_path, monkeypatch):
+    (tmp_path / "tinyshakespeare.txt").write_text("abcdefghij klmnop. " * 300)
+    split = open_data(Choice("shakespeare", context=7), device=CPU, dtype=torch.float32, directory=tmp_path).train
+    requests = [Request(torch.arange(n, 300, 91), (0, n // 10, n)) for n in range(20)]
+    monkeypatch.setattr(base, "TOGETHER", ("cpu",))
+    together = [*split.stream(requests)]
+    monkeypatch.undo()
+    for request, (characters, following) in zip(requests, together, strict=True):
+        ((own_characters, own_following),) = split.stream([request])
+        assert torch.equal(characters, own_characters)
+        assert torch.equal(following, own_following)
 
 
 def resident(augment: tuple[str, ...] = (), dtype: torch.dtype = torch.float32, shape=(3, 12, 10), count: int = 64):

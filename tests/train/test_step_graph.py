@@ -16,8 +16,8 @@ class Replays:
         self.launched += 1
 
 
-def graph_that_records(monkeypatch):
-    recorded = []
+def graph_that_records(monkeypatch, keyed_by=None):
+    recorded, taken = [], []
 
     def record(self, inputs, targets):
         self._batch, self._gradients, self._graph = (inputs.clone(), targets.clone()), [], Replays()
@@ -25,22 +25,51 @@ def graph_that_records(monkeypatch):
         return True
 
     monkeypatch.setattr(StepGraph, "_record", record)
-    return StepGraph(lambda inputs, targets: None, []), recorded
+    return StepGraph(lambda inputs, targets: taken.append(len(inputs)), [], keyed_by), recorded, taken
 
 
 def test_a_pass_is_recorded_again_where_a_number_of_it_changes(monkeypatch):
-    graph, recorded = graph_that_records(monkeypatch)
+    graph, recorded, taken = graph_that_records(monkeypatch)
     x, y = torch.randn(4, 2), torch.zeros(4)
 
     def launched(number, steps):
         return [graph.run(x, y, number) for _ in range(steps)]
 
-    assert launched(65536.0, EAGER_STEPS + 2) == [False] * EAGER_STEPS + [True] * 2
-    assert launched(32768.0, EAGER_STEPS + 2) == [False] * EAGER_STEPS + [True] * 2
-    assert recorded == [65536.0, 32768.0]
+    assert launched(65536.0, EAGER_STEPS + 2) == [True] * (EAGER_STEPS + 2)
+    assert (len(taken), recorded, graph._graph.launched) == (EAGER_STEPS, [65536.0], 2)
+    assert launched(32768.0, EAGER_STEPS + 2) == [True] * (EAGER_STEPS + 2)
+    assert (len(taken), recorded, graph._graph.launched) == (2 * EAGER_STEPS, [65536.0, 32768.0], 2)
     assert not graph.run(x[:2], y[:2], 32768.0)  # another batch size: without the graph
     assert graph.run(x, y, 32768.0)
     assert graph._graph.launched == 3
+
+
+def test_a_pass_that_cannot_be_recorded_is_left_to_the_caller(monkeypatch):
+    graph, _, taken = graph_that_records(monkeypatch)
+
+    def fail(self, inputs, targets):
+        self._failed = True
+        return False
+
+    monkeypatch.setattr(StepGraph, "_record", fail)
+    x, y = torch.randn(4, 2), torch.zeros(4)
+    assert [graph.run(x, y) for _ in range(EAGER_STEPS + 2)] == [True] * EAGER_STEPS + [False] * 2
+    assert len(taken) == EAGER_STEPS
+
+
+def test_keys_are_written_before_each_launch(monkeypatch):
+    class Keys:
+        now, filled = None, []
+
+        def fill(self, step):
+            self.filled.append(step)
+
+    keys = Keys()
+    graph, _, _ = graph_that_records(monkeypatch, keys)
+    for step in range(EAGER_STEPS + 3):
+        assert graph.run(torch.randn(4, 2), torch.zeros(4), None, step)
+    assert keys.now == EAGER_STEPS - 1  # of the last pass that was not recorded
+    assert keys.filled == [EAGER_STEPS, EAGER_STEPS + 1, EAGER_STEPS + 2]
 
 
 def test_a_loss_that_was_scaled_in_a_graph_counts():

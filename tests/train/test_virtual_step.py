@@ -124,7 +124,7 @@ class ReplayedOnCpu:
         self._batch = self._gradients = None
         self.launches = 0
 
-    def run(self, inputs, targets, number=None) -> bool:
+    def run(self, inputs, targets, number=None, step=0) -> bool:
         if self._batch is None:
             self._batch = inputs.clone(), targets.clone()
         for place, new in zip(self._batch, (inputs, targets), strict=True):
@@ -166,3 +166,99 @@ def test_ranks_that_share_a_graph_keep_their_gradients_and_figures(ranks, wire):
     assert launched.take_metrics() == plain.take_metrics()
     states = zip(plain.model.state_dict().values(), launched.model.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in states)
+
+
+class StepOnCpu:
+    """What StepGraph does with a whole step, without CUDA: batches and means are at the same places in every launch."""
+
+    @staticmethod
+    def in_place(trainer):
+        trainer._ranks_graph = trainer._graph_of_ranks()
+        trainer._ranks_graph._graph = graph = StepOnCpu(trainer._ranks_graph._take, trainer.parameters.values())
+        return graph
+
+    def __init__(self, backward, parameters) -> None:
+        self._backward, self._parameters = backward, [*parameters]
+        self._batch = self._means = None
+        self.launches = 0
+
+    def run(self, inputs, targets, number=None, step=0) -> bool:
+        self._batch = (inputs.clone(), targets.clone()) if self._batch is None else self._batch
+        for place, new in zip(self._batch, (inputs, targets), strict=True):
+            place.copy_(new)
+        self._backward(*self._batch)
+        self._means = [p.grad.clone() for p in self._parameters] if self._means is None else self._means
+        for parameter, mean in zip(self._parameters, self._means, strict=True):
+            mean.copy_(parameter.grad)
+            parameter.grad = mean
+        self.launches += 1
+        return True
+
+
+WIRES = {
+    "fp32": [],
+    "local": ["wire.format=e5m2", "wire.scale=local"],
+    "sequential": ["wire.format=e5m2", "wire.scale=aps", "wire.reduction=sequential"],
+    "tree": ["wire.format=e5m2", "wire.scale=aps", "wire.reduction=tree", "wire.sum_format=e5m2"],
+    "kahan": ["wire.format=e5m2", "wire.scale=aps", "wire.reduction=sequential", "wire.kahan=true"],
+    "adaptive": ["wire.format=adaptive:4.4", "wire.scale=local"],
+    "loss scale": ["precision.loss_scale=dynamic"],
+    "autocast": [AUTOCAST],
+}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_step_of_all_ranks_is_what_one_pass_after_the_other_gives(wire):
+    changes = "virtual_ranks=4", "label_smoothing=0.1", *WIRES[wire]
+    plain, launched = trainer_of(*changes), trainer_of(*changes)
+    for step in range(4):
+        if step == 1:
+            assert launched.exchange.steady
+            graph = StepOnCpu.in_place(launched)
+        plain.train_step()
+        launched.train_step()
+    assert graph.launches == 3
+    assert launched.exchange.bytes_sent() == plain.exchange.bytes_sent()
+    assert launched.take_metrics() == plain.take_metrics()
+    assert launched.state()["step"] == plain.state()["step"] == 4
+    assert [of["step"] for of in launched.state_of_ranks()] == [of["step"] for of in plain.state_of_ranks()]
+    states = zip(plain.model.state_dict().values(), launched.model.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in states)
+
+
+def test_a_step_of_all_ranks_that_is_not_taken_is_undone():
+    trainer = trainer_of("virtual_ranks=2", "wire.format=e5m2")
+    trainer.train_step()
+    StepOnCpu.in_place(trainer)
+    trainer.train_step()
+    kept = trainer.model.layers[2].running_mean.clone()
+    trainer.model.layers[3].weight.register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(ArithmeticError):
+        trainer.train_step()
+    assert trainer.step == 2
+    assert {of["step"] for of in trainer.state_of_ranks()} == {2}
+    assert torch.equal(trainer.model.layers[2].running_mean, kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (["wire.format=e5m2", "wire.scale=aps"], True),
+        (["wire.format=e5m2", "wire.rounding=stochastic"], False),
+        (["wire.format=e5m2", "wire.error_feedback=true"], False),
+        (["wire.format=topk:0.1"], False),
+        (["wire.format=e5m2", "wire.scale=aps_delayed"], False),
+        (["precision.schedule=[{epoch=1, wire='e5m2'}]", "epochs=2"], False),
+    ],
+)
+def test_which_exchanges_are_the_same_in_every_step(change, expected):
+    assert trainer_of("virtual_ranks=2", *change).exchange.steady is expected
+
+
+@pytest.mark.parametrize(("model", "expected"), [({"dropout": 0.2}, True), ({}, False)])
+def test_it_is_known_whether_passes_draw(model, expected):
+    changes = [f"model.options.{name}={value}" for name, value in model.items()]
+    trainer = Trainer(read_recipe("fp32", [*SMALL, "model.name=mlp", "virtual_ranks=2", *changes]), World(0, 1, CPU))
+    assert trainer._draws is None
+    trainer.train_step()
+    assert trainer._draws is expected

@@ -23,13 +23,13 @@ from lowp.compat import RECURRENT
 from lowp.simulation.attention import multi_head_attention, scaled_dot_product_attention
 from lowp.simulation.recurrent import gru, gru_cell, lstm, lstm_cell, rnn_relu, rnn_relu_cell, rnn_tanh, rnn_tanh_cell
 from lowp.tensor.matmul import Arithmetic, conv2d, linear, matmul
-from lowp.tensor.noise import Domain, Noise
+from lowp.tensor.noise import Domain, KeySource, Noise
 
 
 class NarrowSums(TorchFunctionMode):
     """For one forward pass of a layer. Its `number`, `seed` and `step` key stochastic rounding; each product has its own."""
 
-    def __init__(self, arithmetic: Arithmetic, layer: str, number: int, seed: int, step: "int | Tensor") -> None:
+    def __init__(self, arithmetic: Arithmetic, layer: str, number: int, seed: int, step: "int | Tensor | KeySource") -> None:
         super().__init__()
         self._options = arithmetic.options
         self._layer = layer

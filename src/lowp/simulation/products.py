@@ -34,7 +34,7 @@ from lowp.formats import BlockFormat
 from lowp.formats import format as parse_format
 from lowp.names import did_you_mean
 from lowp.simulation.accumulate import MULTIPLIES
-from lowp.tensor.noise import Domain, Noise
+from lowp.tensor.noise import Domain, KeySource, Noise
 from lowp.tensor.ops import quantize
 
 HADAMARD_SIZES = (4, 16, 64, 256)
@@ -177,7 +177,7 @@ class _Linear(torch.autograd.Function):
 class RoundedProducts(TorchFunctionMode):
     """For one forward pass of a layer. `number`, `seed` and `moment` key stochastic rounding; each product has its own."""
 
-    def __init__(self, products: Products, layer: str, number: int, seed: int, moment: "int | Tensor") -> None:
+    def __init__(self, products: Products, layer: str, number: int, seed: int, moment: "int | Tensor | KeySource") -> None:
         super().__init__()
         self._products, self._layer, self._number, self._seed, self._moment = products, layer, number, seed, moment
         self._calls = 0

@@ -27,9 +27,10 @@ from lowp.simulation.layers import (
 from lowp.simulation.ranges import Ranges
 from lowp.simulation.scales import NONE, Scale, checked_scales
 from lowp.simulation.selection import Rule, ends, selected
+from lowp.tensor.noise import KeySource
 
 _STEPS = 40  # bits of a moment that count steps; those above are the rank
-_NOT_COPIED = ("_model", "hooks", "watch")  # they belong to one model and its parameters
+_NOT_COPIED = ("_model", "hooks", "watch", "keyed_by")  # they belong to one model and its parameters
 
 Overflowed = dict[str, set[str]]  # layers and their roles
 ScaleNames = str | Mapping[str, str]
@@ -83,6 +84,8 @@ class Simulation:
         self.computing = 0  # how many forward passes of torch's own modules are under way (see weights.py)
         self.hooks: Any = WeakTensorKeyDictionary()  # of the parameters that layers share: layer and handle
         self.watch: Observer | None = None  # is shown what rank 0 rounds, in passes that are not compiled
+        self.keyed_by: KeySource | None = None  # where stochastic rounding finds its keys instead, in a pass that is recorded
+        self.changes = 0  # of formats and scales, so far
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._settings = _SimulationSettings(dict.fromkeys(ALL_ROLES), dict.fromkeys(ROLES, NONE), (), False, {})
         self._step = self._rank = 0
@@ -92,7 +95,7 @@ class Simulation:
         return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, hooks=WeakTensorKeyDictionary(), watch=None, _model=None)
+        vars(self).update(state, hooks=WeakTensorKeyDictionary(), watch=None, keyed_by=None, _model=None)
 
     def unhook(self, layers: Collection[SimulatedLayer]) -> None:
         """Round the gradients of parameters that these layers share no more: of those that they have, and of those they had."""
@@ -124,7 +127,7 @@ class Simulation:
         if not 0 <= step < 1 << _STEPS:
             raise ValueError(f"step counts from 0 to 2^{_STEPS}, it cannot be {step}")
         self._step = step
-        self._moment_tensor = torch.tensor(self._moment)
+        self._moment_tensor = torch.tensor(self.moment_number)
         self.ranges.begin(step)
 
     @property
@@ -136,16 +139,19 @@ class Simulation:
         if not 0 <= rank < 1 << (63 - _STEPS):
             raise ValueError(f"rank is a number from 0 to 2^{63 - _STEPS}, it cannot be {rank}")
         self._rank = rank
-        self._moment_tensor = torch.tensor(self._moment)
+        self._moment_tensor = torch.tensor(self.moment_number)
 
     @property
-    def _moment(self) -> int:
+    def moment_number(self) -> int:
+        """Step and rank as one number."""
         return self._rank << _STEPS | self._step
 
     @property
-    def moment(self) -> int | Tensor:
-        """Step and rank as one number. Compiled code gets a tensor: for a number that changes it would be compiled again."""
-        return self._moment_tensor if torch.compiler.is_dynamo_compiling() else self._moment
+    def moment(self) -> int | Tensor | KeySource:
+        """The same for noise. Compiled code gets a tensor: for a number that changes it would be compiled again."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._moment_tensor
+        return self.moment_number if self.keyed_by is None else self.keyed_by
 
     def set(
         self,
@@ -200,6 +206,7 @@ class Simulation:
         for layer, formats, scales in found:
             layer.assign(formats, scales)
         self._settings = settings
+        self.changes += 1
         self.ranges.prepare()
 
     def formats(self) -> list[FormatRow]:

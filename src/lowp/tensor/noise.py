@@ -83,6 +83,14 @@ def stream_of(domain: Domain, *place: int) -> int:
     return stream
 
 
+class KeySource:
+    """A step that the host does not know when it launches: the keys of its noise lie in memory (recorded_step.py)."""
+
+    def key(self, noise: "Noise", first: int) -> Tensor:
+        """`key_tensor` of a noise with this step."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Noise:
     """Which random numbers to use: a seed, a step and a stream (say, the parameter's number), and the first index.
@@ -94,7 +102,7 @@ class Noise:
     """
 
     seed: int | Tensor
-    step: int | Tensor = 0
+    step: int | Tensor | KeySource = 0
     stream: int = 0
     offset: int = 0
     domain: Domain = field(default=Domain.USER, kw_only=True)
@@ -104,6 +112,8 @@ class Noise:
             if isinstance(part, Tensor) and name in ("seed", "step"):
                 if part.numel() != 1 or part.is_floating_point() or part.is_complex():
                     raise TypeError(f"{name} must be an integer or an integer tensor of one element, not {part.dtype}")
+            elif name == "step" and isinstance(part, KeySource):
+                continue
             elif not isinstance(part, (int, torch.SymInt)):
                 raise TypeError(f"{name} must be an integer, not {type(part).__name__}")
             elif not -(1 << 63) <= part < 1 << 64:
@@ -113,10 +123,11 @@ class Noise:
 
     def home(self, device: torch.device) -> torch.device:
         """Where a kernel on `device` takes its key from: integers are arguments of the launch, and no copy is waited for."""
-        return device if isinstance(self.seed, Tensor) or isinstance(self.step, Tensor) else torch.device("cpu")
+        in_memory = isinstance(self.seed, Tensor) or isinstance(self.step, (Tensor, KeySource))
+        return device if in_memory else torch.device("cpu")
 
     @staticmethod
-    def of(domain: Domain, seed: int | Tensor, step: int | Tensor, *place: int, offset: int = 0) -> "Noise":
+    def of(domain: Domain, seed: int | Tensor, step: int | Tensor | KeySource, *place: int, offset: int = 0) -> "Noise":
         """The noise of one place in a domain, which `STREAMS` describes."""
         return Noise(seed, step, stream_of(domain, *place), offset, domain=domain)
 
@@ -157,6 +168,11 @@ def key_numbers(noise: Noise, first: int) -> "list[int] | None":
     block, low = divmod(offset + first, _INDICES)
     key = _absorb(state_after(noise.domain, seed, step), words_of(stream))
     return _round_keys(_absorb(key, words_of(block)) if block else key, low)  # type: ignore[return-value]  # integers all
+
+
+def signed(number: int) -> int:
+    """64 bits as torch and graphs hold them."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def words_of(number: Word) -> list[Word]:
@@ -210,6 +226,8 @@ def key_tensor(noise: Noise, first: int, device: torch.device) -> Tensor:
     """The keys of the rounds for elements from index `first` on (all of one block), and the index of `first` in its block."""
     if (numbers := key_numbers(noise, first)) is not None:
         return torch.tensor(numbers, dtype=torch.int32, device=device)
+    if isinstance(noise.step, KeySource):
+        return noise.step.key(noise, first)
     if isinstance(noise.seed, Tensor) or isinstance(noise.step, Tensor):
         block, low = divmod(noise.offset + first, _INDICES)
         key = _key_words(noise.domain, _as_int64(noise.seed, device), _as_int64(noise.step, device), noise.stream, block)

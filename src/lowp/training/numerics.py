@@ -4,7 +4,8 @@ Decisions that depend on numbers (promote a layer that overflows, climb a ladder
 the same on all ranks: reduced gradients, and overflows anywhere. They are made at the end of an epoch, and saved.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from lowp.simulation import simulate
 from lowp.simulation.layers import Rules
 from lowp.simulation.policies import GradientDiversity, OnOverflow, Schedule
 from lowp.tensor.matmul import Arithmetic
+from lowp.tensor.recorded_step import RecordedStep
 from lowp.training.recipe import STORED, ArithmeticSettings, LayerRoles, Precision, Recipe
 from lowp.training.world import World
 from lowp.wire.settings import Settings
@@ -121,6 +123,42 @@ class Numerics:
                 seed=recipe.seed,
                 count_overflow=self._promote is not None,
             )
+        self.keyed_by = None if self.simulation is None else RecordedStep(world.device)
+
+    @property
+    def may_be_recorded(self) -> bool:
+        """Does a pass launch the same in every step, but for its keys and for changed formats (`number`)? The products of an
+        arithmetic do not: the host makes tables for each of them."""
+        return self.simulation is None or all(layer.arithmetic is None for layer in self.simulation.layers)
+
+    @property
+    def learns(self) -> bool:
+        """Does a step leave something behind for later ones, as its gradients, overflows or largest numbers were?"""
+        layers = () if self.simulation is None else self.simulation.layers
+        delayed = any(scale.kind == "delayed" for layer in layers for scale in layer.scales.values())
+        return delayed or self._promote is not None or self._switch is not None
+
+    @property
+    def number(self) -> int:
+        """It changes when formats do."""
+        return 0 if self.simulation is None else self.simulation.changes
+
+    @property
+    def moment(self) -> int:
+        """What keys the noise of the pass that `begin` was called for."""
+        return 0 if self.simulation is None else self.simulation.moment_number
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Around a pass that is recorded, or will be."""
+        if self.simulation is None:
+            yield
+            return
+        self.simulation.keyed_by = self.keyed_by
+        try:
+            yield
+        finally:
+            self.simulation.keyed_by = None
 
     def begin(self, step: int, rank: int) -> None:
         """Key the noise of stochastic rounding."""

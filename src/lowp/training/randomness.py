@@ -21,3 +21,11 @@ def seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
+def has_drawn(seed: int, device: torch.device) -> bool:
+    """Was anything drawn from the device's generator since `seed_torch(seed, device)`?"""
+    on_cuda = device.type == "cuda"
+    generator = torch.cuda.default_generators[torch.cuda.current_device()] if on_cuda else torch.default_generator
+    fresh = torch.Generator(generator.device).manual_seed(seed)
+    return not torch.equal(generator.get_state(), fresh.get_state())

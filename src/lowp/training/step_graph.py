@@ -11,22 +11,27 @@ One process for several virtual ranks launches the same graph once for each of t
 next launch (`own_gradients`). A graph for each rank would save the copies, and would need the memory of all of them.
 
 Random numbers: what a graph draws follows the generator's seed at its launch, as it would in the same layers without a graph.
+Keys of stochastic rounding, in a simulated model, are written to memory before each launch (`lowp.tensor.recorded_step`).
 
-A compiled model (`model.compile`) is compiled in the steps before, and what it launches is recorded like anything else.
+The first passes are taken one launch at a time, by the code that is recorded afterwards: a compiled model (`model.compile`) is
+compiled in them, and kernels of this package are built, however small their tensors.
 
 The code of a model runs once, while it is recorded. What it decides in Python is decided for all steps. So only models of this
-package are recorded (`MODELS`), none of a user's. A number that the pass takes from Python and that may change (the loss scale)
-is told to `run`: where it has changed, the pass is recorded again.
+package are recorded (`MODELS`), none of a user's. What the pass takes from Python and may change (the loss scale, a simulated
+model's formats) is told to `run`: where it has changed, the pass is recorded again.
 """
 
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from lowp import compat
+from lowp.tensor.kernels import building
+from lowp.tensor.recorded_step import RecordedStep
 
 EAGER_STEPS = 3  # before the first recorded one: libraries choose algorithms and take memory in them
 
@@ -34,8 +39,13 @@ EAGER_STEPS = 3  # before the first recorded one: libraries choose algorithms an
 class StepGraph:
     """`backward(inputs, targets)` leaves gradients in the parameters, and figures at fixed places."""
 
-    def __init__(self, backward: Callable[[Tensor, Tensor], None], parameters: Sequence[nn.Parameter]) -> None:
-        self._backward, self._parameters = backward, parameters
+    def __init__(
+        self,
+        backward: Callable[[Tensor, Tensor], None],
+        parameters: Sequence[nn.Parameter],
+        keyed_by: RecordedStep | None = None,
+    ) -> None:
+        self._backward, self._parameters, self._keyed_by = backward, parameters, keyed_by
         self._seen = 0
         self._failed = False
         self._number: Hashable = None
@@ -43,16 +53,19 @@ class StepGraph:
         self._batch: tuple[Tensor, Tensor] | None = None
         self._gradients: list[Tensor | None] = []
 
-    def run(self, inputs: Tensor, targets: Tensor, number: Hashable = None) -> bool:
-        """Take the pass over this batch; `number` is what the pass takes from Python. False: nothing was done, and it must be
-        taken without a graph."""
+    def run(self, inputs: Tensor, targets: Tensor, number: Hashable = None, step: int = 0) -> bool:
+        """Take the pass over this batch. `number` is what the pass takes from Python; `step` keys stochastic rounding. False:
+        nothing was done, and the pass must be taken without a graph."""
         if self._failed:
             return False
         if number != self._number:
             self._number, self._graph, self._seen = number, None, 0
         if self._graph is None:
-            self._seen += 1
-            if self._seen <= EAGER_STEPS or not self._record(inputs, targets):
+            if self._seen < EAGER_STEPS:
+                self._seen += 1
+                self._take(inputs, targets, step)
+                return True
+            if not self._record(inputs, targets):
                 return False
         assert self._graph is not None
         assert self._batch is not None
@@ -60,10 +73,20 @@ class StepGraph:
             return False
         for place, new in zip(self._batch, (inputs, targets), strict=True):
             place.copy_(new)
+        if self._keyed_by is not None:
+            self._keyed_by.fill(step)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         self._graph.replay()
         return True
+
+    def _take(self, inputs: Tensor, targets: Tensor, step: int) -> None:
+        """A pass that is not recorded yet."""
+        if self._keyed_by is not None:
+            self._keyed_by.now = step
+        # In this thread all of it, which is told to build kernels.
+        with building(), torch.autograd.set_multithreading_enabled(False):
+            self._backward(inputs, targets)
 
     def _record(self, inputs: Tensor, targets: Tensor) -> bool:
         """Record the pass; nothing is computed yet."""
@@ -78,7 +101,8 @@ class StepGraph:
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads work on
+            keys = nullcontext() if self._keyed_by is None else self._keyed_by.recording()
+            with keys, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads work on
                 self._backward(*self._batch)
         except RuntimeError as error:
             self._failed, self._batch = True, None

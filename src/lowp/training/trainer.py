@@ -39,7 +39,8 @@ from lowp.training.numerics import Numerics, stored_dtype, wire_settings
 from lowp.training.optimizers import by_torch, master_weights_for, optimizer_for
 from lowp.training.parallel import Placement, RealTeam, VirtualTeam, pipeline_model, split_model
 from lowp.training.plugins import blamed, is_plugin, load_plugin
-from lowp.training.randomness import seed_of, seed_torch
+from lowp.training.randomness import has_drawn, seed_of, seed_torch
+from lowp.training.ranks_graph import RanksGraph, suits_ranks_graph
 from lowp.training.recipe import Recipe
 from lowp.training.step_clock import COMPUTE, EXCHANGE, INPUT, UPDATE, StepClock
 from lowp.training.step_graph import StepGraph
@@ -80,7 +81,7 @@ class Trainer:
         self.clock = StepClock(device)
         self._answers_later = device.type in ANSWER_LATER and self._may_answer_later()
         self._update = self._make_update()
-        self._graph = self._make_graph()
+        self._make_graphs()
         buffers = BufferCopies(self.model)  # before the steps of even and of odd numbers
         self._buffers_before = buffers, BufferCopies(self.model) if self._answers_later else buffers
 
@@ -137,7 +138,7 @@ class Trainer:
         """May the next step begin before it is known that this one's gradients were finite? Where they were not, the weights
         are wrong meanwhile: only where nothing else than this class sees them, or learns from a step."""
         alone = isinstance(self.exchange, NoExchange) and self.placement is None
-        learns = self.loss_scale is not None or self.numerics.simulation is not None or self.master is not None
+        learns = self.loss_scale is not None or self.numerics.learns or self.master is not None
         return alone and not learns and self._filter is None and not self.recipe.log.health
 
     def _may_be_recorded(self) -> bool:
@@ -145,19 +146,73 @@ class Trainer:
         buckets travel while it goes on, as those of real ranks do."""
         recipe, one_process = self.recipe, isinstance(self.exchange, (NoExchange, VirtualRanks)) and self.placement is None
         by_layer = self.loss_scale is not None and self.loss_scale.kind == "per_layer"  # its exponents change in every step
-        steady = not by_layer and self.numerics.simulation is None and self._filter is None
+        compiles = recipe.model.compile and self.numerics.simulation is not None  # the keys of its noise are the host's
+        steady = not by_layer and not compiles and self.numerics.may_be_recorded and self._filter is None
         ours = recipe.model.name in MODELS and recipe.micro_batches == 1 and not recipe.log.health
         return self.world.device.type == "cuda" and one_process and steady and ours
 
-    def _make_graph(self) -> StepGraph | None:
-        return StepGraph(self._recorded, [*self.parameters.values()]) if self._may_be_recorded() else None
+    def _make_graphs(self) -> None:
+        """Anew where states are loaded. Whether all ranks' passes of a step are one graph is decided after the first step."""
+        self._graph: StepGraph | None = None
+        self._ranks_graph: RanksGraph | None = None
+        self._draws: bool | None = None  # from torch's generators, in a pass; None: not known yet
+        if self._may_be_recorded() and not self._may_be_one_graph():
+            self._graph = self._graph_of_passes()
+
+    def _graph_of_passes(self) -> StepGraph:
+        return StepGraph(self._recorded, [*self.parameters.values()], self.numerics.keyed_by)
+
+    def _may_be_one_graph(self) -> bool:
+        return self.numerics.keyed_by is None and suits_ranks_graph(self.exchange, self.recipe.batch, self.data.shape)
+
+    def _graph_of_ranks(self) -> RanksGraph:
+        def take(rank: int, inputs: Tensor, targets: Tensor) -> None:
+            self._recorded(inputs, targets)
+            self._metrics.add_recorded(rank)
+
+        exchange, parameters = self.exchange, self.parameters.values()
+        assert isinstance(exchange, VirtualRanks)
+        return RanksGraph(exchange, self._feed, parameters, take, self._weights_cast_once)
+
+    def _all_launched(self) -> bool:
+        """Take all ranks' passes and their exchange by one graph. False: there is none, and nothing was done."""
+        graph, scale = self._ranks_graph, self.loss_scale
+        if graph is None:
+            return False
+        self.clock.enter(COMPUTE)
+        predictions = graph.run(self.step, None if scale is None else scale.value, self._laid_out)
+        if predictions is None:
+            self._graph, self._ranks_graph = self._graph_of_passes(), None
+            return False
+        if scale is not None:
+            scale.mark_scaled()
+        for rank, count in zip(self.exchange.ranks, predictions, strict=True):
+            self._metrics.add_samples(rank, count)
+        self.clock.enter(INPUT)
+        if self.step + 1 < self.steps:
+            graph.fetch(self.step + 1)
+        self.clock.enter(EXCHANGE)
+        return True
+
+    def _reduce(self) -> None:
+        """This step's gradients: the mean of all ranks."""
+        if self._all_launched():
+            return
+        first = self._draws is None
+        self.exchange.reduce(self._gradients)
+        if first and self._may_be_recorded() and self._may_be_one_graph():
+            if self._draws:
+                self._graph = self._graph_of_passes()
+            else:
+                self._ranks_graph = self._graph_of_ranks()
 
     def _recorded(self, inputs: Tensor, targets: Tensor) -> None:
         """A pass as the graph holds it. Of one rank, figures are added in it too: two launches fewer."""
-        with self._autocast():
-            logits = self._outputs(inputs)
-            loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
-        self._scaled(loss).backward()
+        with self.numerics.recorded():
+            with self._autocast():
+                logits = self._outputs(inputs)
+                loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
+            self._scaled(loss).backward()
         self._metrics.record(loss.detach(), logits.detach(), targets)
         if len(self.exchange.ranks) == 1:
             self._metrics.add_recorded(0)
@@ -165,7 +220,8 @@ class Trainer:
     def _launched(self, inputs: Tensor, targets: Tensor, rank: int) -> bool:
         """Take a pass by the graph. False: there is none, and nothing was done."""
         scale = self.loss_scale
-        if self._graph is None or not self._graph.run(inputs, targets, None if scale is None else scale.value):
+        number = None if scale is None else scale.value, self.numerics.number
+        if self._graph is None or not self._graph.run(inputs, targets, number, self.numerics.moment):
             return False
         if scale is not None:
             scale.mark_scaled()
@@ -222,6 +278,8 @@ class Trainer:
             if not self._launched(inputs, targets, rank) and targets.numel():
                 self._metrics.add_loss(rank, self._backward(inputs, targets, rank), 1 / recipe.micro_batches)
             self._metrics.add_samples(rank, targets.numel())
+            if self._draws is None:
+                self._draws = has_drawn(seed_of(recipe.seed, "forward", self.step, rank, micro), self.world.device)
         self.clock.enter(EXCHANGE)
 
     def _backward(self, inputs: Tensor, targets: Tensor, rank: int) -> Tensor:
@@ -275,7 +333,7 @@ class Trainer:
             try:
                 self.clock.enter(EXCHANGE)
                 with self._weights_cast_once():
-                    self.exchange.reduce(self._gradients)
+                    self._reduce()
             finally:
                 self._confirm()  # also where this step failed: the weights that it was given may be the cause
             self.clock.enter(UPDATE)
@@ -393,11 +451,11 @@ class Trainer:
         self.numerics.load_state_of_ranks(mine)
         self.exchange.load_state_of_rank(of_ranks)
         self._update = self._make_update()
-        self._graph = self._make_graph()
+        self._make_graphs()
         self._feed.forget()
 
     def close(self) -> None:
-        self._graph = None
+        self._graph = self._ranks_graph = None
         self.exchange.close()
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.tensor.kernels import Elementwise
 from lowp.tensor.lists.parts import PartsFunction, PartsKernel, PartTable
-from lowp.tensor.noise import KEY_SIZE, Domain, Noise, keys_of_streams, state_after
+from lowp.tensor.noise import KEY_SIZE, Domain, Noise, signed, state_after
+from lowp.tensor.recorded_step import KEYS
 from lowp.wire.codec import Codec, PartLayout
 from lowp.wire.part_kernels import (
     decode_function,
@@ -159,16 +159,9 @@ class CodecGroup:
             domain, seed, step, place = noises.domain, noises.seed, noises.step, (noises[0], *noises[3:])
 
         def each(of: Callable[[Noise], int]) -> Callable[[], Iterable[int]]:
-            return lambda: [_signed(of(noises(segment.part))) for segment in self.segments] * KEY_SIZE
+            return lambda: [signed(of(noises(segment.part))) for segment in self.segments] * KEY_SIZE
 
         streams = self.constant(("streams", place), each(lambda noise: noise.stream), device)
         offsets = self.constant(("offsets", place), each(lambda noise: noise.offset), device)
         columns = self.constant("columns", lambda: (i for i in range(KEY_SIZE) for _ in self.segments), device)
-        _KEYS([streams, offsets, columns], [out.view(-1)], state_after(domain, seed, step))
-
-
-def _signed(value: int) -> int:
-    return value - (value >> 63 << 64)
-
-
-_KEYS = Elementwise(lambda *arguments: [keys_of_streams(*arguments)], (torch.int64,) * 3, (torch.int32,), 4, long=True)
+        KEYS([streams, offsets, columns], [out.view(-1)], state_after(domain, seed, step))

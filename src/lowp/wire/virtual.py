@@ -145,8 +145,23 @@ class VirtualExchange:
         agreed = any(codec.scale.agreed or codec.scale.kind == "aps_delayed" for codec in codecs)
         return agreed or not self._reduction.one_order
 
+    @property
+    def steady(self) -> bool:
+        """Is every step the same launches, which find all that they need in memory? Not where noise or formats depend on the
+        step, where top-k looks for its limits, nor where something is learnt from a step for the next one."""
+        if self._settings.scheduled or self._settings.error_feedback:
+            return False
+        codecs = [layer.codec for names in self.buckets for layer in self._parameters.bucket(names, self.state.step).layers]
+        return not any(codec.stochastic or codec.keep < 1 or codec.scale.kind == "aps_delayed" for codec in codecs)
+
     def reduce(self, gradients: Callable[[int], Mapping[str, Tensor]], mean: bool = True) -> dict[str, Tensor]:
-        """One step: every parameter's gradient, summed (or averaged) over the ranks.
+        """One step: every parameter's gradient, summed (or averaged) over the ranks."""
+        results = self.sums(gradients, mean)
+        self.state.step += 1
+        return results
+
+    def sums(self, gradients: Callable[[int], Mapping[str, Tensor]], mean: bool = True) -> dict[str, Tensor]:
+        """The same, without counting the step.
 
         All buckets are open at once, so that a rank's gradients are asked for once, or where the ranks first agree on scales,
         twice: asking may mean computing them.
@@ -172,7 +187,6 @@ class VirtualExchange:
             sizes = [self._shapes[name].numel() for name in bucket.names]
             results |= {n: piece.view(self._shapes[n]) for n, piece in zip(bucket.names, flat.split(sizes), strict=True)}
             self._marks.append((bucket.names, bad))
-        self.state.step += 1
         return {name: results[name] for name in self._shapes if name in results}
 
     def _open(self, names: list[str], example: Mapping[str, Tensor]) -> "_OpenBucket":

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lowp.compat import constant_for_dynamo
 from lowp.tensor.matmul.arithmetic import Arithmetic, name_of
-from lowp.tensor.matmul.keys import signed
-from lowp.tensor.noise import Noise
+from lowp.tensor.noise import KeySource, Noise, signed
 
 Seed = int | Tensor | Noise
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,6 +47,7 @@ def noise_parts(seed: Seed) -> tuple[list[int], Tensor | None, Tensor | None]:
     """Seed, step, stream, offset and domain as numbers, and the first two as tensors where they are."""
     noise = seed if isinstance(seed, Noise) else Noise(seed)
     tensors = [part if isinstance(part, Tensor) else None for part in (noise.seed, noise.step)]
+    assert not isinstance(noise.step, KeySource)  # passes with such products are not recorded
     parts = noise.seed, noise.step, noise.stream, noise.offset, int(noise.domain)
     numbers = [0 if isinstance(part, Tensor) else signed(part) for part in parts]
     return numbers, *tensors  # type: ignore[return-value]

@@ -13,7 +13,7 @@ padded image, and for a kernel [groups, (channel, row, column), output channel].
 import torch
 from torch import Tensor
 
-from lowp.tensor.noise import KEY_SIZE, Noise, key_columns, words_of
+from lowp.tensor.noise import KEY_SIZE, KeySource, Noise, key_columns, signed, words_of
 
 FORWARD, FIRST, SECOND, BIAS = range(4)
 _BLOCK = 1 << 30  # indices of one key
@@ -27,6 +27,7 @@ def keys_of(noise: Noise, part: int, roundings: int, elements: int, device: torc
             f"stochastic rounding counts 2^30 elements of a product, and as many roundings of each: {elements} elements from "
             f"offset {noise.offset} with {roundings} roundings are too many"
         )
+    assert not isinstance(noise.step, KeySource)
     there = device if isinstance(noise.seed, Tensor) or isinstance(noise.step, Tensor) else torch.device("cpu")
     numbers = torch.arange(roundings, dtype=torch.int64, device=there)
     firsts = (numbers + (_PARTS + part * _BLOCK)) * _BLOCK + noise.offset
@@ -42,8 +43,3 @@ def no_keys(device: torch.device) -> Tensor:
 
 def _words(number: "int | Tensor", device: torch.device) -> list:
     return words_of(number.reshape(()).to(device=device, dtype=torch.int64) if isinstance(number, Tensor) else number)
-
-
-def signed(number: int) -> int:
-    """64 bits as torch and graphs hold them."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

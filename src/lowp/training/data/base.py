@@ -17,6 +17,9 @@ from lowp.training.randomness import seed_of
 Key = tuple[int | str, ...]
 
 AHEAD = 16  # micro-batches whose integers travel to a device in one copy
+SMALL = 32  # samples of a batch, at most, that is made together with others
+TOGETHER = ("cuda",)  # where: on a CPU operations begin at once
+ROUND = 512  # bytes: where torch lets memory on CUDA begin
 
 
 class Request(NamedTuple):
@@ -77,9 +80,29 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def plans_on(device: torch.device, plan: Callable[[Request], Tensor], requests: Iterable[Request]) -> Iterator[Tensor]:
-    """`plan(request)` (integers, a column a sample) for each request, on the device. Requests are taken ahead: a copy to a GPU
-    takes the host as long as several kernels."""
+def batches_on(
+    device: torch.device,
+    plan: Callable[[Request], Tensor],
+    requests: Iterable[Request],
+    make: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`make` of `plan(request)` (integers, a column a sample, on the device) for each request.
+
+    Requests are taken ahead: a copy to a GPU takes the host as long as several kernels. Small batches are also made together
+    there, and cut: each operation of `make` treats samples alike, whichever others there are.
+    """
     coming = iter(requests)
     while plans := [*map(plan, islice(coming, AHEAD))]:
-        yield from to_device(torch.cat(plans, 1), device).split([each.shape[1] for each in plans], 1)
+        sizes = [each.shape[1] for each in plans]
+        there = to_device(torch.cat(plans, 1), device)
+        if device.type not in TOGETHER or max(sizes) > SMALL:
+            yield from map(make, there.split(sizes, 1))
+        else:
+            inputs, targets = make(there)
+            yield from zip(map(as_its_own, inputs.split(sizes)), targets.split(sizes), strict=True)
+
+
+def as_its_own(part: Tensor) -> Tensor:
+    """A part of a larger tensor, or a copy of it, which begins at an address as round as any tensor's: a product may have other
+    bits where an operand's address is less round."""
+    return part if part.data_ptr() % ROUND == 0 else part.clone()

@@ -5,7 +5,7 @@ with 256 entries a channel, computed once in double precision and rounded once t
 copy of a batch, and all devices give the same bits. The set is kept as bytes and looked up batch by batch; one that is small in
 the run's dtype too is looked up once, whole.
 
-There is nothing to prefetch but the integers (`plans_on`). On a GPU a batch is only queued work: no call here waits for the
+There is nothing to prefetch but the integers (`batches_on`). On a GPU a batch is only queued work: no call here waits for the
 device.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowp.training.data.augment import Augment
-from lowp.training.data.base import Request, plans_on
+from lowp.training.data.base import Request, batches_on
 
 _READY_BYTES = 256 << 20  # a set up to this size is kept normalised
 
@@ -36,7 +36,7 @@ class ResidentImages:
         return len(self._labels)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[tuple[Tensor, Tensor]]:
-        return map(self._batch, plans_on(self._device, self._plan, requests))
+        return batches_on(self._device, self._plan, requests, self._batch)
 
     def _plan(self, request: Request) -> Tensor:
         """All of a batch's integers: which samples, and what is drawn for them."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowp.training.data.base import Data, Key, Request, generator_of, plans_on
+from lowp.training.data.base import Data, Key, Request, batches_on, generator_of
 from lowp.training.regular_file import read_regular
 
 LARGEST = 1 << 30  # bytes of a text: all of it is in memory
@@ -33,7 +33,7 @@ class ResidentText:
         return max(len(self._codes) - 1 - furthest, 0) // self._context
 
     def stream(self, requests: Iterable[Request]) -> Iterator[tuple[Tensor, Tensor]]:
-        return map(self._batch, plans_on(self._device, self._plan, requests))
+        return batches_on(self._device, self._plan, requests, self._batch)
 
     def _plan(self, request: Request) -> Tensor:
         """Where each sample begins."""

@@ -36,22 +36,43 @@ class VirtualRanks:
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._exchange = VirtualExchange(size, shapes, settings, buckets=buckets, names=all_names(model))
         self._sent = self._of_fp32 = 0.0
+        self._step_bytes: tuple[int, float] | None = None  # of a step, where all are alike
         self._buffers = BufferCopies(model), BufferCopies(model)
         self.before_travel: Seen | None = None
 
     def reduce(self, gradients: Gradients) -> None:
-        keep = self._exchange.asks_twice and self._fits
-        source = _RankGradients(self._buffers, self._parameters, gradients, keep, self.before_travel)
+        self._begin_step()
+        self.add(gradients)
+        self._exchange.state.step += 1
+
+    def step_launched(self) -> None:
+        """A step's `add` was launched by a graph, and is to be counted."""
+        self._begin_step()
+        self._exchange.state.step += 1
+
+    @property
+    def steady(self) -> bool:
+        """Does `add` launch the same in every step?"""
+        return self._exchange.steady
+
+    def _begin_step(self) -> None:
         example = next(iter(self._parameters.values()))
-        sent, of_fp32 = self._exchange.bytes_sent(0, example.device, example.dtype)
+        if self._step_bytes is None or not self.steady:
+            self._step_bytes = self._exchange.bytes_sent(0, example.device, example.dtype)
         self._before = self._exchange.state.snapshot()
         self._residuals = [residuals.copy() for residuals in self._exchange.residuals]
-        means = self._exchange.reduce(source)
+        sent, of_fp32 = self._step_bytes
+        self._sent += sent
+        self._of_fp32 += of_fp32
+
+    def add(self, gradients: Gradients) -> None:
+        """The mean of all ranks' gradients, and the model's buffers as rank 0 leaves them. It counts no step."""
+        keep = self._exchange.asks_twice and self._fits
+        source = _RankGradients(self._buffers, self._parameters, gradients, keep, self.before_travel)
+        means = self._exchange.sums(source)
         source.finish()
         for name, parameter in self._parameters.items():
             parameter.grad = means[name]
-        self._sent += sent
-        self._of_fp32 += of_fp32
 
     @cached_property
     def _fits(self) -> bool:
