@@ -117,16 +117,16 @@ class BlockProgram:
         return grids.grid(self.fmt.scale, F32, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
 
     def scale_about(self, largest: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """`scale` in float32, and where that leaves the code in doubt. For tensor scales near 1.
-
-        Two products, and a reciprocal of 22 bits or more: the quotient has a relative error of less than 2^-20.
-        """
-        quotient = largest * torch.reciprocal(tensor_scale * self.fmt.element.max)
-        code, unsure = grids.encode_about(quotient.view(torch.int32), self.scale_grid)
+        """`scale` in float32, and where that leaves the code in doubt. For tensor scales near 1."""
+        code, unsure = grids.encode_about(self.quotient_about(largest, tensor_scale).view(torch.int32), self.scale_grid)
         return code.clamp(min=1), unsure
 
+    def quotient_about(self, largest: Tensor, tensor_scale: Tensor) -> Tensor:
+        """What `scale` rounds, with a relative error of up to 2^-22: two products, and a reciprocal that is off by 2^-23."""
+        return largest * torch.reciprocal(tensor_scale * self.fmt.element.max)
+
     def inverse_about(self, code: Tensor, tensor_scale: Tensor) -> Tensor:
-        """`inverse` in float32, with a relative error of less than 2^-21."""
+        """`inverse` in float32, with a relative error of up to 1.5 * 2^-23: a product, and a reciprocal."""
         return torch.reciprocal(self.scale_value(code) * tensor_scale)
 
     def is_poisoned(self, largest: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ _REGISTERS = 64  # of a thread: 8 programs at once on each processor
 
 def _item(what: PartsFunction, program: Program) -> int:
     """Elements of a program. Twice as many where much is computed for each, or where items share an address (measured)."""
-    packed = any(stream.padded for stream in (*what.loads, *what.stores)) and not has_shortcuts(program)
+    packed = any(stream.padded for stream in (*what.loads, *what.stores))
     return 2 * CUDA_ITEM if packed or (what.maxima and not what.stores) else CUDA_ITEM
 
 

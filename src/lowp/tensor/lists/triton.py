@@ -94,8 +94,9 @@ def expression(s: Statement) -> str:
             text = philox_in_assembly(s.operation, len(a) - 1)
             arguments = ", ".join(map(str, a))
             return f'tl.inline_asm_elementwise("{text}", "{constraints}", [{arguments}], dtype=tl.int32, is_pure=True, pack=1)'
-        case "reciprocal":  # not rounded correctly: to some 22 bits
-            return f"1.0 / {a[0]}"
+        case "reciprocal":  # an error of up to 2^-23; of subnormal numbers, infinity
+            text = '"rcp.approx.ftz.f32 $0, $1;", "=f,f"'
+            return f"tl.inline_asm_elementwise({text}, [{a[0]}], dtype=tl.float32, is_pure=True, pack=1)"
         case "round":
             return f"libdevice.rint({a[0]})"
         case "floor":
