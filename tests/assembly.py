@@ -29,8 +29,7 @@ def halves(bits):
 
 def word_of(numbers):
     """Rounded to float16, two a word."""
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(numbers.astype(np.float16)).view(np.uint32)[..., 0].astype(np.uint64)
+    return np.ascontiguousarray(numbers.astype(np.float16)).view(np.uint32)[..., 0].astype(np.uint64)
 
 
 def float16_of(high, low):
@@ -73,6 +72,8 @@ _OF_NUMBERS = {
     "mul.rn.f32": lambda a, b: bits_of(floats(a) * floats(b)),
     "cvt.rn.f16x2.f32": float16_of,
     "cvt.rn.satfinite.e4m3x2.f32": e4m3_of,
+    "fma.rn.f32": lambda a, b, c: bits_of(floats(a).astype(np.float64) * floats(b) + floats(c)),  # sums with +-0 alone
+    "rcp.approx.ftz.f32": lambda a: bits_of(1 / floats(a)),
     "cvt.f32.f16": lambda a: bits_of(halves(a)[..., 0]),
 }
 
@@ -96,6 +97,7 @@ OPERATIONS = _OF_NUMBERS | {
 }
 
 
+@np.errstate(all="ignore")  # NaN and infinities are numbers here
 def run(text, arguments, outputs=1):
     """$0, or the list of so many; `arguments` come behind them: arrays of uint64 that hold 32 bits."""
     registers = {f"${i}": argument for i, argument in enumerate(arguments, outputs)}
@@ -112,6 +114,10 @@ def run(text, arguments, outputs=1):
         if operation == "mov.b64":
             low, high, source = re.fullmatch(r"\{(\w+), (\w+)\}, (\w+)", rest).groups()
             registers[low], registers[high] = registers[source] & MASK, registers[source] >> np.uint64(32)
+            continue
+        if operation == "mov.b32" and rest.endswith("}"):
+            target, low, high = re.fullmatch(r"(\w+), \{(\w+), (\w+)\}", rest).groups()
+            registers[target] = registers[low] | registers[high] << np.uint64(16)
             continue
         if operation == "mov.b32" and rest.startswith("{"):
             low, high, source = re.fullmatch(r"\{(\w+), (\w+)\}, (\w+)", rest).groups()
@@ -134,15 +140,24 @@ def assembly(text, *arguments):
     return whole
 
 
-def assembly_of_four(text, dtype, outputs, *arguments):
-    """The same with `pack=4`: four numbers of each argument that are neighbours in a row, whose bytes fill words."""
+def packed(text, dtype, outputs, pack, *arguments):
+    """The same with `pack` numbers of each argument that are neighbours in a row, whose bytes fill words; in `dtype`."""
     whole = arguments[0].to(dtype) + 0
-    shape, given = whole.handle.data.shape, []
+    shape, given = np.shape(whole.handle.data), []
     for argument in arguments:
         data = np.ascontiguousarray(np.broadcast_to(argument.handle.data, shape))
-        words = data.view(np.uint32).reshape(*shape[:-1], -1, 4 * data.itemsize // 4).astype(np.uint64)
+        words = data.view(np.uint32).reshape(*shape[:-1], -1, pack * data.itemsize // 4).astype(np.uint64)
         given += [words[..., i] for i in range(words.shape[-1])]
     found = run(text, given, outputs)
     words = np.stack(np.broadcast_arrays(*found) if outputs > 1 else [found], -1).astype(np.uint32)
     whole.handle.data[...] = words.view(whole.handle.data.dtype).reshape(shape)
     return whole
+
+
+def by_numpy(printed):
+    """What is printed for an operation, with a call of `packed` in the place of assembly."""
+    if "inline_asm" not in printed:
+        return printed
+    call = r'tl\.inline_asm_elementwise\("([^"]*)", "([^"]*)", \[(.*)\], dtype=([\w.]+), is_pure=True, pack=(\d)\)'
+    text, kinds, arguments, dtype, pack = re.fullmatch(call, printed).groups()
+    return f'packed("{text}", {dtype}, {kinds.count("=")}, {pack}, {arguments})'

@@ -1,11 +1,12 @@
-"""e2m1fn in NVIDIA's assembly, by numpy (assembly.py), against products and limits in float64, which are exact."""
+"""e2m1fn and e4m3fn in NVIDIA's assembly, by numpy (assembly.py), against products and limits in float64, which are exact."""
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 
 from assembly import bits_of, floats, run
-from lowp.tensor.lists import four_bits
+from lowp.tensor.lists import byte_codes, four_bits
 from lowp.tensor.lists.tracing import Statement, Value
 
 LIMITS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
@@ -16,7 +17,8 @@ ELEMENTS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 def text_of(operation, arguments):
     """What stands in the kernel: the assembly alone."""
     value = Value("x", torch.float32)
-    return four_bits.triton_expression(Statement(operation, value, (value,) * arguments, torch.float32)).split('"')[1]
+    module = byte_codes if operation in byte_codes.OPERATIONS else four_bits
+    return module.triton_expression(Statement(operation, value, (value,) * arguments, torch.float32)).split('"')[1]
 
 
 def ranks(magnitudes):
@@ -131,13 +133,39 @@ def test_to_numbers():
     assert np.array_equal(np.array(found).view(np.int32), wanted.astype(np.float32).view(np.int32))
 
 
+def test_a_byte_for_each_code():
+    """Signs are those of other bits, of NaN too; what is not finite is the largest."""
+    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 7.9, -1e30], np.float32)
+    x = np.concatenate([signed(limits_and_more()), special]).reshape(4, -1)
+    unit = bits_of(np.full(x.shape[1], four_bits.unit(), np.float32))
+    word = run(text_of(byte_codes.FOUR, 3), [*map(bits_of, x), *[unit] * 4, *map(bits_of, x)])
+    codes = word[None] >> np.arange(0, 32, 8, dtype=np.uint64)[:, None] & np.uint64(255)
+    sizes = np.abs(x.astype(np.float64))
+    check_codes(x, codes.astype(int), np.where(sizes < np.inf, sizes, 8))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_byte_for_each_code_of_e4m3fn(finite):
+    draw = np.random.default_rng(7)
+    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 1e9, -465], np.float32)
+    x = np.concatenate([draw.integers(-(1 << 31), 1 << 31, 1 << 16).astype(np.int32).view(np.float32), special]).reshape(4, -1)
+    one = bits_of(np.ones(x.shape[1], np.float32))
+    operation = byte_codes.FINITE_EIGHT if finite else byte_codes.EIGHT
+    word = run(text_of(operation, 3), [*map(bits_of, x), *[one] * 4, *map(bits_of, x)])
+    codes = np.ascontiguousarray(word.astype(np.uint32)).view(np.uint8).reshape(-1, 4).T
+    with np.errstate(invalid="ignore"):
+        wanted = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8) & 127
+    wanted = np.where(np.isnan(x) | (np.isinf(x) & finite), 127, wanted) | np.where(np.signbit(x), 128, 0)
+    assert np.array_equal(codes, wanted)
+
+
 def test_scales_about():
     draw = np.random.default_rng(6)
     middles = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     middles = (middles[1:] + middles[:-1]) / 2
     near = (middles.astype(np.float32).view(np.int32)[:, None] + np.arange(-40, 41)).astype(np.int32).view(np.float32).ravel()
     numbers = np.concatenate([near, np.exp(draw.normal(0, 3, 1 << 18)).astype(np.float32), np.zeros(1, np.float32)])
-    found = run(text_of(four_bits.SCALE, 1), [bits_of(numbers)])
+    found = run(text_of(byte_codes.ABOUT, 1), [bits_of(numbers)])
     sure, codes = found < 256, found & np.uint64(255)
     for error in (-(2.0**-22), 0, 2.0**-22):
         exact = np.minimum(numbers.astype(np.float64) * (1 + error), 448.0)

@@ -5,7 +5,6 @@ tests/gpu/test_parts_cuda.py has these.
 """
 
 import contextlib
-import re
 from functools import partial
 from unittest.mock import patch
 
@@ -31,23 +30,15 @@ def as_for_cuda(with_assembly=False):
         yield
 
 
-taken = set()  # the operations in assembly that were run
+taken = set()  # the operations that were printed
 
 
-def by_numpy(s):
-    """`triton.expression`, with calls of assembly.py in the place of assembly."""
-    if s.operation == "reciprocal":
-        return f"1.0 / {s.arguments[0].name}"
-    printed = EXPRESSION(s)
-    if "inline_asm" not in printed:
-        return printed
+def interpreted(s):
+    """`triton.expression`, with assembly that is run by numpy."""
+    from assembly import by_numpy
+
     taken.add(s.operation)
-    text, kinds, arguments, dtype, four = re.fullmatch(
-        r'.*?"([^"]*)", "([^"]*)", \[(.*)\], dtype=([\w.]+), is_pure=True, pack=(\d)\)', printed
-    ).groups()
-    if four == "1":
-        return f'assembly("{text}", {arguments})'
-    return f'assembly_of_four("{text}", {dtype}, {kinds.count("=")}, {arguments})'
+    return by_numpy(EXPRESSION(s))
 
 
 def read_byte(base, place, mask):
@@ -71,14 +62,14 @@ def interpret(
     with (
         patch.object(parts_triton, "_read_byte", read_byte),
         patch.object(parts_triton, "_write_byte", write_byte),
-        patch.object(parts_triton, "expression", by_numpy if with_assembly else parts_triton.expression),
+        patch.object(parts_triton, "expression", interpreted if with_assembly else parts_triton.expression),
     ):
         text = _TritonParts(function, each, finish, len(tables), ROWS, loose, False, messages == 1).text()
     records, nothing = table.records(function.tile, ROWS), torch.zeros(1, dtype=torch.int32)
     given = [nothing if x is None else x for x in (numbers, nothing.float() if of_layer is None else of_layer)]
     layers = 0 if of_layer is None else of_layer.shape[-1]
     target = nothing if target is None else target
-    kernel = triton.build("from assembly import assembly, assembly_of_four\n" + text)[(records.shape[1],)]
+    kernel = triton.build("from assembly import packed\n" + text)[(records.shape[1],)]
     kernel(
         source.view(torch.uint8), target.view(torch.uint8), records, records.shape[1], table.parts, *given, layers,
         nothing if maxima is None else maxima, messages, message_stride, *tables,
@@ -153,8 +144,8 @@ if __name__ == "__main__":
     from test_part_kernels import next_to_ties
 
     from lowp.tensor.kernels import set_kernel_policy
-    from lowp.tensor.lists import triton
-    from lowp.tensor.lists.four_bits import OPERATIONS
+    from lowp.tensor.lists import byte_codes, triton
+    from lowp.tensor.lists import four_bits as of_four_bits
 
     EXPRESSION = triton.expression
     set_kernel_policy("always")
@@ -164,4 +155,4 @@ if __name__ == "__main__":
         print(*case[:3], flush=True)
         four_bits = case[0] in ("e2m1fn", "mxfp4", "nvfp4")
         check(*case)
-    assert set(OPERATIONS) <= taken
+    assert {*of_four_bits.OPERATIONS, byte_codes.ABOUT} <= taken

@@ -19,7 +19,7 @@ from lowp.tensor.backend import backend_of
 from lowp.tensor.block_programs import BlockProgram, block_program
 from lowp.tensor.carrier import F32
 from lowp.tensor.core import code_storage, decode_operation, encode_operation
-from lowp.tensor.lists import four_bits
+from lowp.tensor.lists import byte_codes, four_bits
 from lowp.tensor.lists.parts import LANES, LAYER, Stream
 from lowp.tensor.lists.tracing import shortcut
 from lowp.tensor.noise import KEY_SIZE
@@ -331,7 +331,7 @@ def _four_bits_about(program: BlockProgram, shape: TileShape, blocks: _Blocks, t
 def _scale_about(program: BlockProgram, most: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
     if not grids.converts(most, program.scale_grid):
         return program.scale_about(most, tensor_scale)
-    code, unsure = four_bits.to_scales_about(program.quotient_about(most, tensor_scale))
+    code, unsure = byte_codes.e4m3_about(program.quotient_about(most, tensor_scale))
     return code.clamp(min=1), unsure
 
 

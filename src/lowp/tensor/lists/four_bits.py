@@ -31,8 +31,7 @@ from lowp.tensor.lists.tracing import Statement, record
 from lowp.tensor.table import bits_of_number
 
 BYTES, ALL_BYTES, ABOUT, DOUBT, LOW, HIGH = "e2m1_bytes", "e2m1_all_bytes", "e2m1_about", "e2m1_doubt", "e2m1_low", "e2m1_high"
-SCALE = "e4m3_about"
-OPERATIONS = (BYTES, ALL_BYTES, ABOUT, DOUBT, LOW, HIGH, SCALE)
+OPERATIONS = (BYTES, ALL_BYTES, ABOUT, DOUBT, LOW, HIGH)
 
 _UNIT = 2.0**-14 * (1 + 2.0**-9)
 _TOLERANCE = 2.0**-21
@@ -41,6 +40,11 @@ _TOLERANCE = 2.0**-21
 def suits(fmt: Format, numbers: Tensor) -> bool:
     """Is what runs now being printed for CUDA, and is this the format?"""
     return fmt == E2M1FN and backend_of(numbers).assembly
+
+
+def unit() -> float:
+    """What numbers are multiplied by for `ranks`, beside what they are multiplied by to be elements."""
+    return _UNIT
 
 
 def to_bytes(low: Tensor, high: Tensor, *factors: Tensor) -> Tensor:
@@ -64,12 +68,6 @@ def to_bytes_about(low: Tensor, high: Tensor, low_factor: Tensor, high_factor: T
     return record(ABOUT, torch.int8, low, high, *most), doubt != 0
 
 
-def to_scales_about(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes (int32) in e4m3fn of positive numbers with a relative error of up to 2^-22, and which are in doubt."""
-    found = record(SCALE, torch.int32, numbers)
-    return found & 0xFF, found > 0xFF
-
-
 def to_numbers(bytes: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `to_bytes`."""
     return record(LOW, torch.float32, bytes), record(HIGH, torch.float32, bytes)
@@ -77,9 +75,6 @@ def to_numbers(bytes: Tensor) -> tuple[Tensor, Tensor]:
 
 def triton_expression(s: Statement) -> str:
     """The call of a Triton kernel that carries out one of `OPERATIONS`."""
-    if s.operation == SCALE:
-        text, number = _scales_about(), s.arguments[0].name
-        return f'tl.inline_asm_elementwise("{text}", "=r,f", [{number}], dtype=tl.int32, is_pure=True, pack=1)'
     text, outputs, dtype = {
         BYTES: (_bytes(), 1, "tl.int8"),
         ALL_BYTES: (_bytes(scaled=False), 1, "tl.int8"),
@@ -98,13 +93,14 @@ def triton_expression(s: Statement) -> str:
 _CONSTANTS = {"to_steps": 0x73FC73FC, "base": 0x63FC63FC, "to_last": 0x6CCA6CCA, "last_base": 0x64016401, "largest": 0x64036403}
 
 
-def _ranks(first: int, factors: int | None, name: str) -> list[str]:
-    """Of eight numbers, from argument `first` on, times those from `factors` on (None: any numbers, as they are).
+def ranks(first: int, factors: int | None, name: str, count: int = 8, capped: bool = False) -> list[str]:
+    """Of `count` numbers, from argument `first` on, times those from `factors` on, if any. `capped`: products may exceed 8.
 
-    z is in `{name}z0` to `3`, each of two numbers; in `{name}0` to `3` are words of 16 bits that end with a rank less 4.
+    z is in `{name}z0` and so on, each of two numbers; in `{name}0` and so on are words of 16 bits that end with a rank less 4.
     """
-    unit, lines = f"0f{bits_of_number(_UNIT, F32):08X}", [f".reg .b32 {', '.join(f'{name}{i}, {name}z{i}' for i in range(4))}"]
-    for i in range(4):
+    registers = ", ".join(f"{name}{i}, {name}z{i}" for i in range(count // 2))
+    lines, unit = [f".reg .b32 {registers}"], f"0f{bits_of_number(_UNIT, F32):08X}"
+    for i in range(count // 2):
         z, rank = f"{name}z{i}", f"{name}{i}"
         lines += [
             f"mul.rn.f32 x, ${first + 2 * i}, {unit if factors is None else f'${factors + 2 * i}'}",
@@ -114,12 +110,13 @@ def _ranks(first: int, factors: int | None, name: str) -> list[str]:
             f"fma.rn.f16x2 {rank}, size, to_steps, base",
             "fma.rn.f16x2 size, size, to_last, last_base",
             f"min.f16x2 {rank}, {rank}, size",
-            *([f"min.f16x2 {rank}, {rank}, largest"] if factors is None else []),
+            *([f"min.f16x2 {rank}, {rank}, largest"] if capped else []),
         ]
     return lines
 
 
-def _registers() -> list[str]:
+def constants() -> list[str]:
+    """The registers that `ranks` wants."""
     names = ", ".join(_CONSTANTS)
     return [f".reg .b32 x, y, size, {names}", *(f"mov.b32 {name}, 0x{bits:08X}" for name, bits in _CONSTANTS.items())]
 
@@ -133,9 +130,9 @@ def _bytes(scaled: bool = True) -> str:
         for target, source, bytes in ((f"rank{more}", "", "0x6420"), (f"sign{more}", "z", "0x7531"))
     ]
     lines = [
-        *_registers(),
+        *constants(),
         ".reg .b32 rank, rank_high, sign, sign_high",
-        *_ranks(1, 9 if scaled else None, "r"),
+        *ranks(1, 9 if scaled else None, "r", capped=not scaled),
         *gathered,
         "shr.u32 sign, sign, 4",
         "shl.b32 rank_high, rank_high, 4",
@@ -150,9 +147,19 @@ def _bytes(scaled: bool = True) -> str:
 def _doubt() -> str:
     """Eight numbers, from $4 on: are ranks of their products with the numbers from $12 on others than with those from $20 on?
     $0 is not zero then, for all four."""
-    lines = [*_registers(), *_ranks(4, 12, "l"), *_ranks(4, 20, "r"), "xor.b32 $0, l0, r0"]
+    lines = [*constants(), *ranks(4, 12, "l"), *ranks(4, 20, "r"), "xor.b32 $0, l0, r0"]
     lines += [line for i in range(1, 4) for line in (f"xor.b32 x, l{i}, r{i}", "or.b32 $0, $0, x", f"mov.b32 ${i}, 0")]
     return "{ " + "; ".join(lines) + "; }"
+
+
+def gathered(target: str, registers: list[str], byte: int, spare: str) -> list[str]:
+    """The same byte of four registers, as one word."""
+    pair = f"0x00{byte + 4}{byte}"
+    return [
+        f"prmt.b32 {target}, {registers[0]}, {registers[1]}, {pair}",
+        f"prmt.b32 {spare}, {registers[2]}, {registers[3]}, {pair}",
+        f"prmt.b32 {target}, {target}, {spare}, 0x5410",
+    ]
 
 
 def _numbers(low: bool) -> str:
@@ -177,22 +184,4 @@ def _numbers(low: bool) -> str:
             f"cvt.f32.f16 ${i}, h0",
             f"cvt.f32.f16 ${i + 2}, h1",
         ]
-    return "{ " + "; ".join(lines) + "; }"
-
-
-def _scales_about() -> str:
-    """The number $1 to its code in e4m3fn; with more bits above it, where others within the tolerance have another."""
-    low, high = (f"0f{bits_of_number(1 + t, F32):08X}" for t in (-_TOLERANCE, _TOLERANCE))
-    lines = [
-        ".reg .f32 low, high",
-        ".reg .b16 pair",
-        ".reg .b32 both, differ",
-        f"mul.rn.f32 low, $1, {low}",
-        f"mul.rn.f32 high, $1, {high}",
-        "cvt.rn.satfinite.e4m3x2.f32 pair, high, low",
-        "cvt.u32.u16 both, pair",
-        "shr.u32 differ, both, 8",
-        "xor.b32 differ, differ, both",
-        "prmt.b32 $0, both, differ, 0x2241",
-    ]
     return "{ " + "; ".join(lines) + "; }"
