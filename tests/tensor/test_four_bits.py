@@ -62,7 +62,7 @@ def check_codes(x, codes, magnitudes):
 
 def test_to_bytes_with_powers_of_two():
     x, draw = signed(limits_and_more()).reshape(8, -1), np.random.default_rng(3)
-    exponents = draw.integers(-125, 112, x.shape)
+    exponents = draw.integers(-126, 128, x.shape)
     with np.errstate(over="ignore", under="ignore"):
         small = np.ldexp(x, -exponents)
     exact = np.isfinite(small) & (np.ldexp(small.astype(np.float64), exponents) == x)
