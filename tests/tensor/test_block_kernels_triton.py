@@ -1,9 +1,11 @@
 """Kernels of block formats, printed for CUDA and run by Triton's interpreter: the bits of the integers of block.py.
 
-Left out are a chip's own conversions, which the interpreter does not have: tests/gpu/test_block_kernels_cuda.py has these.
+Assembly is run by numpy (assembly.py). Other conversions of a chip's own, which the interpreter does not have, are left out:
+tests/gpu/test_block_kernels_cuda.py has these.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,11 +24,30 @@ CASES = [  # (the interpreter truncates where it should round to bfloat16)
 ]  # fmt: skip
 
 
-def interpret(operation, device):
-    """What `triton_blocks.build` does, without a GPU."""
-    from lowp.tensor.lists import triton_blocks
+WITH_ASSEMBLY = [
+    ("mxfp8_e4m3", torch.float32, "raise", False), ("mxfp4", torch.float32, "saturate", False),
+    ("mxfp4", torch.float16, "zero", True),
+]  # fmt: skip
+taken = set()  # the operations that were printed
 
-    with as_for_cuda():
+
+def interpret(operation, device, with_assembly=False):
+    """What `triton_blocks.build` does, without a GPU."""
+    from assembly import by_numpy
+    from lowp.tensor.lists import triton, triton_blocks
+
+    right = triton.expression
+
+    def interpreted(s):
+        taken.add(s.operation)
+        return by_numpy(right(s)) if with_assembly else right(s)
+
+    head = "from assembly import packed\n" + triton_blocks._HEAD
+    with (
+        as_for_cuda(with_assembly),
+        patch.object(triton, "expression", interpreted),
+        patch.object(triton_blocks, "_HEAD", head),
+    ):
         call = triton_blocks.build(operation, device)
 
     def kernel(*arguments):
@@ -81,8 +102,9 @@ def test_what_is_printed_for_cuda():
 
 
 if __name__ == "__main__":
-    from lowp.tensor import block_kernels
+    from lowp.tensor import block_kernels, block_stages
     from lowp.tensor.kernels import set_kernel_policy
+    from lowp.tensor.lists import byte_codes
 
     set_kernel_policy("always")
     with patch.object(block_kernels, "_build", interpret):
@@ -90,3 +112,9 @@ if __name__ == "__main__":
             print(*case, flush=True)
             check_all(*case)
         settle_all()
+    block_stages.block_operation.cache_clear()  # others, with kernels of their own
+    with patch.object(block_kernels, "_build", partial(interpret, with_assembly=True)):
+        for case in WITH_ASSEMBLY:
+            print(*case, "with assembly", flush=True)
+            check_all(*case)
+    assert {byte_codes.FOUR, byte_codes.FINITE_EIGHT} <= taken

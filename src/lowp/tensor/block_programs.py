@@ -38,6 +38,7 @@ from lowp.formats.block import TENSOR_SCALE_BITS, significant_bits
 from lowp.formats.floats import FloatFormat
 from lowp.tensor import grid as grids
 from lowp.tensor.carrier import CARRIERS, F32, F64, Carrier, exponent_below, grid_fits, is_grid
+from lowp.tensor.lists import byte_codes
 from lowp.tensor.table import bits_of_number
 
 
@@ -117,16 +118,16 @@ class BlockProgram:
         return grids.grid(self.fmt.scale, F32, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
 
     def scale_about(self, largest: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """`scale` in float32, and where that leaves the code in doubt. For tensor scales near 1.
-
-        Two products, and a reciprocal of 22 bits or more: the quotient has a relative error of less than 2^-20.
-        """
-        quotient = largest * torch.reciprocal(tensor_scale * self.fmt.element.max)
-        code, unsure = grids.encode_about(quotient.view(torch.int32), self.scale_grid)
+        """`scale` in float32, and where that leaves the code in doubt. For tensor scales near 1."""
+        code, unsure = grids.encode_about(self.quotient_about(largest, tensor_scale).view(torch.int32), self.scale_grid)
         return code.clamp(min=1), unsure
 
+    def quotient_about(self, largest: Tensor, tensor_scale: Tensor) -> Tensor:
+        """What `scale` rounds, with a relative error of up to 2^-22: two products, and a reciprocal that is off by 2^-23."""
+        return largest * torch.reciprocal(tensor_scale * self.fmt.element.max)
+
     def inverse_about(self, code: Tensor, tensor_scale: Tensor) -> Tensor:
-        """`inverse` in float32, with a relative error of less than 2^-21."""
+        """`inverse` in float32, with a relative error of up to 1.5 * 2^-23: a product, and a reciprocal."""
         return torch.reciprocal(self.scale_value(code) * tensor_scale)
 
     def is_poisoned(self, largest: Tensor) -> Tensor:
@@ -168,6 +169,12 @@ class BlockProgram:
 
     def code(self, x: Tensor, inverse: Tensor) -> Tensor:
         """float32, float16 or bfloat16 -> int32: the codes of elements (of `element.bits` bits)."""
+        if self.fmt.power_of_two_scale and self.nan != "any" and byte_codes.suits(self.fmt.element, x):
+            bits = _bits(x)
+            code = byte_codes.codes(self.fmt.element, x.to(torch.float32), inverse, bits, self.saturate).to(torch.int32)
+            if self.fmt.element.has_nan or self.nan == "saturate":
+                return code
+            return torch.where(self._is_lost(bits & CARRIERS[x.dtype].magnitude, x.dtype), torch.zeros_like(code), code)
         number = self._nearest(x, inverse) if self._rounds_numbers else x.to(torch.float32) * inverse
         if not self._rounds_numbers and not self.saturate:
             number = number.clamp(self.fmt.element.min, self.fmt.element.max)
@@ -180,7 +187,7 @@ class BlockProgram:
         own, bits = CARRIERS[x.dtype], _bits(x)
         magnitude, sign = bits & own.magnitude, bits & _SIGN
         # What is not finite comes from x's own bits: a GPU's product or conversion would lose NaN's sign.
-        nan = magnitude >= own.infinity if self._loses_infinity else magnitude > own.infinity
+        nan = self._is_lost(magnitude, x.dtype)
         saturating = self.saturating_grid
         if grids.converts(number, saturating):  # such a format has NaN; a code has its sign in its first bit
             code, sign = grids.encode(number.view(torch.int32), saturating, None, "any"), (bits >> 31) & 0x80
@@ -191,6 +198,11 @@ class BlockProgram:
         if not self.saturate and not self._loses_infinity:
             number = torch.where(magnitude == own.infinity, sign | F32.infinity, number)
         return grids.encode(number, self.element_grid, None, "zero" if self.nan == "raise" else self.nan)
+
+    def _is_lost(self, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+        """Which numbers count as NaN, by the bits of their magnitudes."""
+        infinity = CARRIERS[dtype].infinity
+        return magnitude >= infinity if self._loses_infinity else magnitude > infinity
 
     @property
     def _rounds_numbers(self) -> bool:

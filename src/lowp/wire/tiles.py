@@ -14,11 +14,12 @@ from torch import Tensor
 from lowp.formats import BlockFormat, Format
 from lowp.formats.floats import FP32
 from lowp.tensor import block_steps
+from lowp.tensor import grid as grids
 from lowp.tensor.backend import backend_of
 from lowp.tensor.block_programs import BlockProgram, block_program
 from lowp.tensor.carrier import F32
 from lowp.tensor.core import code_storage, decode_operation, encode_operation
-from lowp.tensor.lists import four_bits
+from lowp.tensor.lists import byte_codes, four_bits
 from lowp.tensor.lists.parts import LANES, LAYER, Stream
 from lowp.tensor.lists.tracing import shortcut
 from lowp.tensor.noise import KEY_SIZE
@@ -198,12 +199,17 @@ class Encoder:
             codes = len(_codes(self._shape))
             stored = _stored_blocks(self._blocks, self._shape, x, largest, unit, near_one=self._local)
             return [*stored[:codes], *extra, *stored[codes:]]
+        direct = codec.rounding == "nearest" and four_bits.suits(self._shape.element, x[0])
         if self._shape.block:
-            x, headers = _scaled_blocks(codec, self._shape, x)
+            blocks = _blocks_of(self._shape, x, marks=True)
+            factors, headers = _factors_of_blocks(codec, blocks)
             extra += headers
+            if direct:
+                return [*_four_bits(factors, blocks), *extra]
+            x = [number * factor for factor, (_, mine) in zip(factors, blocks, strict=True) for number in mine]
         key: Any = [numbers[self._first_key + i] for i in range(KEY_SIZE)] if codec.stochastic else None
         assert self._code is not None
-        if codec.rounding == "nearest" and four_bits.suits(self._shape.element, x[0]):
+        if direct:
             return [*(four_bits.to_bytes(*pair) for pair in _pairs(x)), *extra]
         return [*_stored([self._code(number, key, tables) for number in x], self._shape), *extra]
 
@@ -234,30 +240,28 @@ class _Coder:
         return code if self._whole else code.to(torch.int32)
 
 
-def _blocks_of(shape: TileShape, vectors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """The largest magnitude of each block (float32), and its vectors."""
+def _blocks_of(shape: TileShape, vectors: Sequence[Tensor], marks: bool = False) -> "_Blocks":
+    """The largest magnitude of each block (float32), and its vectors. `marks`: NaN, which a maximum of floats loses, counts as
+    infinity."""
     step = shape.block // LANES
     found = []
     for first in range(0, len(vectors), step):
         mine = list(vectors[first : first + step])
-        found.append((_largest_magnitude(mine).amax(-1, keepdim=True), mine))
+        most = _largest_magnitude(mine)
+        if marks:
+            most = torch.where(most.view(torch.int32) < F32.infinity, most, torch.full_like(most, float("inf")))
+        found.append((most.amax(-1, keepdim=True), mine))
     return found
 
 
-def _scaled_blocks(codec: Codec, shape: TileShape, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Numbers in units of their block's scale, and the blocks' header bytes. (A block that is not finite says so: 255.)"""
-    scaled, headers = [], []
-    step = shape.block // LANES
-    for first in range(0, len(x), step):
-        mine = x[first : first + step]
-        most = _largest_magnitude(mine)
-        # NaN would be lost in a maximum of floats: what is not finite counts as infinity.
-        most = torch.where(most.view(torch.int32) < F32.infinity, most, torch.full_like(most, float("inf")))
-        byte = scaling.fitting_numbers(most.amax(-1, keepdim=True), codec.format)
-        factor = scaling.power_of_two(scaling.shifts_of(byte))
-        scaled += [number * factor for number in mine]
+def _factors_of_blocks(codec: Codec, blocks: "_Blocks") -> tuple[list[Tensor], list[Tensor]]:
+    """By what the numbers of each block are multiplied, and its header byte. (A block that is not finite says so: 255.)"""
+    factors, headers = [], []
+    for most, _ in blocks:
+        byte = scaling.fitting_numbers(most, codec.format)
+        factors.append(scaling.power_of_two(scaling.shifts_of(byte)))
         headers.append(byte.to(torch.int8))
-    return scaled, headers
+    return factors, headers
 
 
 def _stored_blocks(
@@ -270,7 +274,8 @@ def _stored_blocks(
         tensor_scale = program.tensor_scale(most if factor is None else most * factor)
     blocks = _blocks_of(shape, x)
     if tensor_scale is None and four_bits.suits(shape.element, x[0]):
-        stored, scales = _four_bits(program, blocks)
+        scales = [program.scale(most) for most, _ in blocks]
+        stored = _four_bits([program.inverse(scale) for scale in scales], blocks)
     elif tensor_scale is not None and near_one and program.suits_about and four_bits.suits(shape.element, x[0]):
         stored, scales = _four_bits_about(program, shape, blocks, tensor_scale)
     else:
@@ -304,18 +309,16 @@ def _exact_blocks(
     return _stored(codes, shape), scales
 
 
-def _four_bits(program: BlockProgram, blocks: _Blocks) -> _Stored:
-    """e2m1fn with scales that are powers of two, on CUDA."""
-    scales = [program.scale(most) for most, _ in blocks]
-    halves = [program.inverse(scale) * 0.5 for scale in scales]
-    return [four_bits.to_bytes(*pair) for pair in _pairs_with(halves, [mine for _, mine in blocks])], scales
+def _four_bits(factors: Sequence[Tensor], blocks: _Blocks) -> list[Tensor]:
+    """Codes of e2m1fn with scales that are powers of two, on CUDA."""
+    return [four_bits.to_bytes(*pair) for pair in _pairs_with(factors, [mine for _, mine in blocks])]
 
 
 def _four_bits_about(program: BlockProgram, shape: TileShape, blocks: _Blocks, tensor_scale: Tensor) -> _Stored:
     """e2m1fn with other scales, on CUDA: quotients with some 20 bits; where that leaves a code in doubt, exact ones."""
-    about = [program.scale_about(most, tensor_scale) for most, _ in blocks]
-    halves = [program.inverse_about(scale, tensor_scale) * 0.5 for scale, _ in about]
-    pairs = _pairs_with(halves, [mine for _, mine in blocks])
+    about = [_scale_about(program, most, tensor_scale) for most, _ in blocks]
+    factors = [program.inverse_about(scale, tensor_scale) for scale, _ in about]
+    pairs = _pairs_with(factors, [mine for _, mine in blocks])
     found = [*(four_bits.to_bytes_about(*pair) for pair in pairs), *about]
     stored, scales = _exact_blocks(program, shape, blocks, tensor_scale, near_one=True)
     chosen = [
@@ -323,6 +326,13 @@ def _four_bits_about(program: BlockProgram, shape: TileShape, blocks: _Blocks, t
         for (code, unsure), known in zip(found, [*stored, *scales], strict=True)
     ]
     return chosen[: len(stored)], chosen[len(stored) :]
+
+
+def _scale_about(program: BlockProgram, most: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
+    if not grids.converts(most, program.scale_grid):
+        return program.scale_about(most, tensor_scale)
+    code, unsure = byte_codes.e4m3_about(program.quotient_about(most, tensor_scale))
+    return code.clamp(min=1), unsure
 
 
 def _pairs(vectors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -1,20 +1,23 @@
 """e2m1fn on CUDA: numbers to bytes of two codes each, and back, four bytes at a time, in NVIDIA's assembly.
 
-A GPU has half as many units for integers as for floats, and a number of 4 bits has time for some five integer instructions.
-As operations on integers, rounding to a code takes 12 of them and decoding 6. Here both take 2, the rest are products and sums.
+As operations on integers, rounding to a code takes 12 instructions and decoding 6. Here two numbers share most of them.
 
-**To a code.** With y the magnitude, the rank among 0, .5, 1, 1.5, 2, 3, 4, 6 is
+**To a code.** With y the magnitude, there are seven limits between the ranks of 0, .5, 1, 1.5, 2, 3, 4, 6. A tie goes to the
+even rank: up at .75, 1.75 and 3.5, down at .25, 1.25, 2.5 and 5.
 
-    round(4 clamp(y / 2)) + round(2 clamp(y / 2 - 1)) + round(clamp(y / 2 - 2))
+1. z = y * 2^-14 * (1 + 2^-9) in float32, then rounded to float16, two numbers at once. 2^-14 makes float16 subnormal where
+   e2m1fn is, so that a step of e2m1fn is 2^9 steps of float16 in every binade. A limit is k half steps of e2m1fn, k being odd:
+   so 2^-9 of it is k halves of a step of float16. It becomes a middle between two float16 numbers: what is below it stays
+   below, what is above it stays above, and the tie goes to the even float16 number, which is the right one at all seven. (The
+   product is exact at a limit, and monotone.)
+2. 1022 + z * 2^14 * (1 - 2^-9), rounded once: below 1024 the last bit of float16 is worth .5, above it 1. The bits count ranks
+   up to 4, z = 2 having those of 1024. 1025 + z * 2^14 * 1226 / 4096 has the bits of rank 6 from 4 to 5, those of rank 7 from
+   there up to 8, and no less than the right ones before. The lesser of the two is the rank. The factors put limits between the
+   two float16 numbers beside them. (tests/tensor/test_four_bits.py tries all float16 numbers, and float32 numbers at limits.)
 
-where clamp is to 0 .. 1 (`.sat`: no instruction of its own) and `round` to nearest, ties to even: each sum so far is even where
-the next term begins. Adding to 1.5 * 2^23 rounds to an integer, which is then in the last bits. Everything before that rounding
-is exact. 16 times the second rank is added as a float; signs are put in for four bytes at once.
+**To a number.** An instruction selects four bytes of eight by three bits each: the upper bytes of float16 numbers.
 
-**To a number.** The bits of a code, put where float16 has its sign, the last two bits of its exponent and the first of its
-mantissa, are the number times 2^-14, subnormal ones too.
-
-What becomes of NaN does not matter: it is a zero.
+What becomes of NaN does not matter, nor of a block that has one, or an infinity.
 """
 
 import torch
@@ -23,12 +26,15 @@ from torch import Tensor
 from lowp.formats import Format
 from lowp.formats.floats import E2M1FN
 from lowp.tensor.backend import backend_of
+from lowp.tensor.carrier import F32
 from lowp.tensor.lists.tracing import Statement, record
+from lowp.tensor.table import bits_of_number
 
-BYTES, ABOUT, LOW, HIGH = "e2m1_bytes", "e2m1_about", "e2m1_low", "e2m1_high"
-OPERATIONS = (BYTES, ABOUT, LOW, HIGH)
+BYTES, ALL_BYTES, ABOUT, DOUBT, LOW, HIGH = "e2m1_bytes", "e2m1_all_bytes", "e2m1_about", "e2m1_doubt", "e2m1_low", "e2m1_high"
+OPERATIONS = (BYTES, ALL_BYTES, ABOUT, DOUBT, LOW, HIGH)
 
-_ANCHOR = "0f4B400000"  # 1.5 * 2^23
+_UNIT = 2.0**-14 * (1 + 2.0**-9)
+_TOLERANCE = 2.0**-21
 
 
 def suits(fmt: Format, numbers: Tensor) -> bool:
@@ -36,18 +42,30 @@ def suits(fmt: Format, numbers: Tensor) -> bool:
     return fmt == E2M1FN and backend_of(numbers).assembly
 
 
-def to_bytes(low: Tensor, high: Tensor, *halves: Tensor) -> Tensor:
+def unit() -> float:
+    """What numbers are multiplied by for `ranks`, beside what they are multiplied by to be elements."""
+    return _UNIT
+
+
+def to_bytes(low: Tensor, high: Tensor, *factors: Tensor) -> Tensor:
     """The codes of two vectors of float32 numbers, to nearest, saturated: bytes with the first vector's in the low bits.
 
-    `halves`: of each vector, half of what its numbers are multiplied by first, powers of two.
+    `factors`: of each vector, powers of two by which its numbers are multiplied first. Finite products are less than 8 then.
     """
-    return record(BYTES, torch.int8, low, high, *halves)
+    if not factors:
+        return record(ALL_BYTES, torch.int8, low, high)
+    return record(BYTES, torch.int8, low, high, *(factor * _UNIT for factor in factors))
 
 
-def to_bytes_about(low: Tensor, high: Tensor, low_half: Tensor, high_half: Tensor) -> tuple[Tensor, Tensor]:
-    """`to_bytes` where the halves have a relative error of up to 2^-21; and which bytes are in doubt."""
-    found = record(ABOUT, torch.int32, low, high, low_half, high_half)
-    return found.to(torch.int8), found > 0xFF
+def to_bytes_about(low: Tensor, high: Tensor, low_factor: Tensor, high_factor: Tensor) -> tuple[Tensor, Tensor]:
+    """`to_bytes` where the factors are any, with a relative error of up to 1.5 * 2^-23; and which bytes are in doubt.
+
+    Three roundings to float32 make an error of up to 3 * 2^-23 of it. The ranks of products that are less by 2^-21, and more,
+    are equal where there is no doubt.
+    """
+    least, most = ([factor * (_UNIT * (1 + t)) for factor in (low_factor, high_factor)] for t in (-_TOLERANCE, _TOLERANCE))
+    doubt = record(DOUBT, torch.int32, low, high, *least, *most)
+    return record(ABOUT, torch.int8, low, high, *most), doubt != 0
 
 
 def to_numbers(bytes: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,52 +75,84 @@ def to_numbers(bytes: Tensor) -> tuple[Tensor, Tensor]:
 
 def triton_expression(s: Statement) -> str:
     """The call of a Triton kernel that carries out one of `OPERATIONS`."""
-    floats = 4 * len(s.arguments)
-    text, outputs, inputs, dtype = {
-        BYTES: ("{ " + _bytes(floats > 8) + "}", 1, floats, "tl.int8"),
-        ABOUT: (_about(), 4, floats, "tl.int32"),
-        LOW: (_numbers(low=True), 4, 1, "tl.float32"),
-        HIGH: (_numbers(low=False), 4, 1, "tl.float32"),
+    text, outputs, dtype = {
+        BYTES: (_bytes(), 1, "tl.int8"),
+        ALL_BYTES: (_bytes(scaled=False), 1, "tl.int8"),
+        ABOUT: (_bytes(), 1, "tl.int8"),
+        DOUBT: (_doubt(), 4, "tl.int32"),
+        LOW: (_numbers(low=True), 4, "tl.float32"),
+        HIGH: (_numbers(low=False), 4, "tl.float32"),
     }[s.operation]
-    kinds = ["=f" if s.operation in (LOW, HIGH) else "=r"] * outputs + ["r" if s.operation in (LOW, HIGH) else "f"] * inputs
+    decodes = s.operation in (LOW, HIGH)
+    kinds = ["=f" if decodes else "=r"] * outputs + (["r"] if decodes else ["f"] * 4 * len(s.arguments))
     arguments = ", ".join(argument.name for argument in s.arguments)
     constraints = ",".join(kinds)
     return f'tl.inline_asm_elementwise("{text}", "{constraints}", [{arguments}], dtype={dtype}, is_pure=True, pack=4)'
 
 
-_SUMS = tuple(f"s{i}" for i in range(8))
+_CONSTANTS = {"to_steps": 0x73FC73FC, "base": 0x63FC63FC, "to_last": 0x6CCA6CCA, "last_base": 0x64016401, "largest": 0x64036403}
 
 
-def _bytes(scaled: bool) -> str:
-    """Eight numbers, from $1 on, to the four bytes of $0; `scaled`: times twice the numbers from $9 on."""
-    lines = [f".reg .b32 y, t, p, q, {', '.join(_SUMS)}"]
-    for i, total in enumerate(_SUMS):
-        half = f"${9 + i}" if scaled else "0f3F000000"
+def ranks(first: int, factors: int | None, name: str, count: int = 8, capped: bool = False) -> list[str]:
+    """Of `count` numbers, from argument `first` on, times those from `factors` on, if any. `capped`: products may exceed 8.
+
+    z is in `{name}z0` and so on, each of two numbers; in `{name}0` and so on are words of 16 bits that end with a rank less 4.
+    """
+    registers = ", ".join(f"{name}{i}, {name}z{i}" for i in range(count // 2))
+    lines, unit = [f".reg .b32 {registers}"], f"0f{bits_of_number(_UNIT, F32):08X}"
+    for i in range(count // 2):
+        z, rank = f"{name}z{i}", f"{name}{i}"
         lines += [
-            f"abs.f32 y, ${1 + i}",
-            f"mul.rn.sat.f32 t, y, {half}",
-            f"fma.rn.f32 {total}, t, 0f40800000, {_ANCHOR}",
-            f"fma.rn.sat.f32 t, y, {half}, 0fBF800000",
-            f"fma.rn.f32 {total}, t, 0f40000000, {total}",
-            f"fma.rn.sat.f32 t, y, {half}, 0fC0000000",
-            f"add.rn.f32 {total}, {total}, t",
+            f"mul.rn.f32 x, ${first + 2 * i}, {unit if factors is None else f'${factors + 2 * i}'}",
+            f"mul.rn.f32 y, ${first + 2 * i + 1}, {unit if factors is None else f'${factors + 2 * i + 1}'}",
+            f"cvt.rn.f16x2.f32 {z}, y, x",
+            f"abs.f16x2 size, {z}",
+            f"fma.rn.f16x2 {rank}, size, to_steps, base",
+            "fma.rn.f16x2 size, size, to_last, last_base",
+            f"min.f16x2 {rank}, {rank}, size",
+            *([f"min.f16x2 {rank}, {rank}, largest"] if capped else []),
         ]
-    lines += [f"sub.rn.f32 {high}, {high}, {_ANCHOR}" for high in _SUMS[4:]]
-    return "; ".join([*lines, *_put_together("$0", 1)]) + "; "
+    return lines
 
 
-def _put_together(word: str, first: int) -> list[str]:
-    """The four bytes of ranks: four that are in the last bits, and four that are numbers. The signs are those of the numbers
-    from argument `first` on."""
-    lines = [f"fma.rn.f32 {low}, {high}, 0f41800000, {low}" for low, high in zip(_SUMS[:4], _SUMS[4:], strict=True)]
-    lines += [*_gathered(word, list(_SUMS[:4]), 0, "q"), f"and.b32 {word}, {word}, 0x77777777"]
-    lines += [*_gathered("p", [f"${first + i}" for i in range(4)], 3, "q"), "shr.u32 p, p, 4"]
-    lines += [f"lop3.b32 {word}, p, 0x08080808, {word}, 0xEA"]  # (p & mask) | word
-    lines += _gathered("p", [f"${first + 4 + i}" for i in range(4)], 3, "q")
-    return [*lines, f"lop3.b32 {word}, p, 0x80808080, {word}, 0xEA"]
+def constants() -> list[str]:
+    """The registers that `ranks` wants."""
+    names = ", ".join(_CONSTANTS)
+    return [f".reg .b32 x, y, size, {names}", *(f"mov.b32 {name}, 0x{bits:08X}" for name, bits in _CONSTANTS.items())]
 
 
-def _gathered(target: str, registers: list[str], byte: int, spare: str) -> list[str]:
+def _bytes(scaled: bool = True) -> str:
+    """Eight numbers, from $1 on, times those from $9 on, if `scaled`, to the four bytes of $0."""
+    # Of each byte: a rank in the lowest bits; the sign in the highest.
+    gathered = [
+        f"prmt.b32 {target}, r{source}{first}, r{source}{first + 1}, {bytes}"
+        for first, more in ((0, ""), (2, "_high"))
+        for target, source, bytes in ((f"rank{more}", "", "0x6420"), (f"sign{more}", "z", "0x7531"))
+    ]
+    lines = [
+        *constants(),
+        ".reg .b32 rank, rank_high, sign, sign_high",
+        *ranks(1, 9 if scaled else None, "r", capped=not scaled),
+        *gathered,
+        "shr.u32 sign, sign, 4",
+        "shl.b32 rank_high, rank_high, 4",
+        "lop3.b32 rank, rank, sign, 0x07070707, 0xE4",  # the first where the mask is set, else the second
+        "lop3.b32 rank_high, rank_high, sign_high, 0x70707070, 0xE4",
+        "lop3.b32 rank, rank, rank_high, 0x0F0F0F0F, 0xE4",
+        "xor.b32 $0, rank, 0x44444444",
+    ]
+    return "{ " + "; ".join(lines) + "; }"
+
+
+def _doubt() -> str:
+    """Eight numbers, from $4 on: are ranks of their products with the numbers from $12 on others than with those from $20 on?
+    $0 is not zero then, for all four."""
+    lines = [*constants(), *ranks(4, 12, "l"), *ranks(4, 20, "r"), "xor.b32 $0, l0, r0"]
+    lines += [line for i in range(1, 4) for line in (f"xor.b32 x, l{i}, r{i}", "or.b32 $0, $0, x", f"mov.b32 ${i}, 0")]
+    return "{ " + "; ".join(lines) + "; }"
+
+
+def gathered(target: str, registers: list[str], byte: int, spare: str) -> list[str]:
     """The same byte of four registers, as one word."""
     pair = f"0x00{byte + 4}{byte}"
     return [
@@ -112,47 +162,26 @@ def _gathered(target: str, registers: list[str], byte: int, spare: str) -> list[
     ]
 
 
-def _about() -> str:
-    """Eight numbers, from $4 on, times twice those from $12 on, to four bytes; 256 more where one of the codes is in doubt.
-
-    The three terms of a rank are added up before they are rounded, which is not exact. Numbers have an error of less than
-    2^-20.8 of themselves, which is 2^-18.8 of a rank; sums and products add less than 2^-20. So a rank that is 2^-18 or further
-    from the middle between two is rounded as the exact one would be.
-    """
-    lines = [f".reg .b32 word, y, t, a, b, p, q, most, doubt, {', '.join(_SUMS)}", ".reg .pred doubtful", "mov.b32 most, 0"]
-    for i, total in enumerate(_SUMS):
-        lines += [
-            f"abs.f32 y, ${4 + i}",
-            f"mul.rn.sat.f32 t, y, ${12 + i}",
-            f"fma.rn.sat.f32 a, y, ${12 + i}, 0fBF800000",
-            f"fma.rn.sat.f32 b, y, ${12 + i}, 0fC0000000",
-            "fma.rn.f32 t, t, 0f40800000, b",
-            "fma.rn.f32 t, a, 0f40000000, t",
-            f"add.rn.f32 {total}, t, {_ANCHOR}",
-            f"sub.rn.f32 b, {total}, {_ANCHOR}",
-            "sub.rn.f32 t, t, b",
-            "abs.f32 t, t",
-            "max.f32 most, most, t",
-            *([f"mov.b32 {total}, b"] if i >= 4 else []),
-        ]
-    lines += _put_together("word", 4)
-    lines += ["setp.ge.f32 doubtful, most, 0f3EFFFF80", "selp.b32 doubt, 256, 0, doubtful"]  # 1/2 - 2^-18
-    lines += [line for i in range(4) for line in (f"bfe.u32 ${i}, word, {8 * i}, 8", f"or.b32 ${i}, ${i}, doubt")]
-    return "{ " + "; ".join(lines) + "; }"
-
-
 def _numbers(low: bool) -> str:
     """Four bytes, $4, to the four numbers of their low or high codes."""
-    lines = [".reg .b32 p, f, power", ".reg .b16 h0, h1", "mov.b32 power, 0x74007400"]  # 2^14, twice
-    for i, bytes in enumerate(("0x1404", "0x3424")):  # two bytes, each the upper one of 16 bits
-        lines += [f"prmt.b32 p, $4, 0, {bytes}"]
-        lines += ["shl.b32 f, p, 1", "shl.b32 p, p, 4"] if low else ["shr.u32 f, p, 3"]
+    lines = [
+        ".reg .b32 s, m, few, many, p, q, f",
+        ".reg .b16 h0, h1",
+        "and.b32 m, $4, 0x77777777",
+        "shr.u32 s, m, 16",
+        "mov.b32 few, 0x3E3C3800",  # the upper bytes of float16, whose lower ones are zero: 0, .5, 1, 1.5
+        "mov.b32 many, 0x46444240",  # 2, 3, 4, 6
+        "prmt.b32 p, few, many, m",
+        "prmt.b32 q, few, many, s",
+    ]
+    # Two codes that are 16 bits apart; 8 in a selector is the sign of a byte, which is zero here.
+    for i, (shift, bytes) in enumerate(((12, "0x4808"), (4, "0x6828")) if low else ((8, "0x5818"), (0, "0x7838"))):
         lines += [
-            "and.b32 f, f, 0x0E000E00",
-            "lop3.b32 f, p, 0x80008000, f, 0xEA",
-            "mul.rn.f16x2 f, f, power",
+            f"shl.b32 s, $4, {shift}",
+            f"prmt.b32 f, p, q, {bytes}",
+            "lop3.b32 f, s, 0x80008000, f, 0xEA",  # (s & mask) | f
             "mov.b32 {h0, h1}, f",
-            f"cvt.f32.f16 ${2 * i}, h0",
-            f"cvt.f32.f16 ${2 * i + 1}, h1",
+            f"cvt.f32.f16 ${i}, h0",
+            f"cvt.f32.f16 ${i + 2}, h1",
         ]
     return "{ " + "; ".join(lines) + "; }"

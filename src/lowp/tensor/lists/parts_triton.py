@@ -27,9 +27,9 @@ _TOGETHER_CODES = 8  # where there are codes alone
 _REGISTERS = 64  # of a thread: 8 programs at once on each processor
 
 
-def _item(what: PartsFunction, program: Program) -> int:
+def _item(what: PartsFunction) -> int:
     """Elements of a program. Twice as many where much is computed for each, or where items share an address (measured)."""
-    packed = any(stream.padded for stream in (*what.loads, *what.stores)) and not has_shortcuts(program)
+    packed = any(stream.padded for stream in (*what.loads, *what.stores))
     return 2 * CUDA_ITEM if packed or (what.maxima and not what.stores) else CUDA_ITEM
 
 
@@ -42,7 +42,7 @@ class TritonPartsKernel:
     def __init__(self, what: PartsFunction, device: torch.device) -> None:
         self._what, self._device = what, device
         self._each, self._finish, self._tables = what.trace(device)
-        self._rows = max(1, _item(what, self._finish or self._each) // what.tile)
+        self._rows = max(1, _item(what) // what.tile)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._addresses = [table.data_ptr() for table in self._tables]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lowp.tensor.grid_words import stochastic_rank_in_assembly
-from lowp.tensor.lists import four_bits
+from lowp.tensor.lists import byte_codes, four_bits
 from lowp.tensor.lists.tracing import COMPARE, INFIX, Element, Program, Statement, Value
 from lowp.tensor.noise import philox_in_assembly
 
@@ -45,6 +45,8 @@ def _argument(argument: Any, dtype: torch.dtype) -> str:
 def expression(s: Statement) -> str:
     if s.operation in four_bits.OPERATIONS:
         return four_bits.triton_expression(s)
+    if s.operation in byte_codes.OPERATIONS:
+        return byte_codes.triton_expression(s)
     a = [None if x is None else _argument(x, s.operand) for x in s.arguments] if s.operation not in _OWN else []
     match s.operation:
         case "constant":
@@ -94,8 +96,9 @@ def expression(s: Statement) -> str:
             text = philox_in_assembly(s.operation, len(a) - 1)
             arguments = ", ".join(map(str, a))
             return f'tl.inline_asm_elementwise("{text}", "{constraints}", [{arguments}], dtype=tl.int32, is_pure=True, pack=1)'
-        case "reciprocal":  # not rounded correctly: to some 22 bits
-            return f"1.0 / {a[0]}"
+        case "reciprocal":  # an error of up to 2^-23; of subnormal numbers, infinity
+            text = '"rcp.approx.ftz.f32 $0, $1;", "=f,f"'
+            return f"tl.inline_asm_elementwise({text}, [{a[0]}], dtype=tl.float32, is_pure=True, pack=1)"
         case "round":
             return f"libdevice.rint({a[0]})"
         case "floor":

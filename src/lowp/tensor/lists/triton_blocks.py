@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowp.tensor.block_stages import BlockOperation
-from lowp.tensor.carrier import CARRIERS
+from lowp.tensor.carrier import CARRIERS, Carrier
 from lowp.tensor.lists import triton
 from lowp.tensor.lists.tracing import Program
 from lowp.tensor.noise import KEY_SIZE
@@ -31,8 +31,8 @@ _MEASURE = """
 @triton.jit
 def run(numbers, most, count, SIZE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    size = tl.load(numbers + place, mask=place < count, other=0).to(tl.int32) & {magnitude}
-    tl.atomic_max(most, tl.max(tl.where(size < {infinity}, size, 0), axis=0))
+    stored = tl.load(numbers + place, mask=place < count, other=0)
+    tl.atomic_max(most, {found})
 """
 
 
@@ -48,7 +48,7 @@ def build(operation: BlockOperation, device: torch.device) -> Call:
     kernel, own = triton.build(source(operation, device)), CARRIERS[operation.dtype]
     measure = None
     if fmt.tensor_scale and operation.kind != "decode":
-        measure = triton.build(_HEAD + _MEASURE.format(magnitude=own.magnitude, infinity=own.infinity))
+        measure = triton.build(_HEAD + "\n".join(_LARGEST) + _MEASURE.format(found=_largest_finite(own, axis=0)))
     together = max(1, _TILE // _width(fmt.size))
     warps = min(max(together * _width(fmt.size) // (32 * _EACH), 1), 16)
     settings: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
@@ -96,11 +96,28 @@ def _width(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+_LARGEST = [
+    "",
+    "",
+    "@triton.jit",
+    "def largest_finite(bits, SHIFT: tl.constexpr, ABOVE: tl.constexpr, AXIS: tl.constexpr):",
+    "    above = tl.full([], ABOVE, tl.uint32)",
+    "    found = tl.max((bits.to(tl.int32) << SHIFT).to(tl.uint32, bitcast=True) + above, axis=AXIS)",
+    "    return tl.where(found >= above, (found - above) >> SHIFT, 0).to(tl.int32)",
+]
+
+
+def _largest_finite(own: Carrier, axis: int) -> str:
+    """Of stored bits: the sign is shifted out, and a sum that infinities and NaN overflow in takes them below all others."""
+    shift = 33 - 8 * own.storage.itemsize
+    return f"largest_finite(stored, {shift}, {(1 << 32) - (own.infinity << shift)}, {axis})"
+
+
 def source(operation: BlockOperation, device: torch.device) -> str:
     """The text of a module with the kernel `run`."""
     fmt = operation.program.fmt
     width, bits = _width(fmt.size), fmt.element.bits
-    lines = [_HEAD]
+    lines = [_HEAD, *_LARGEST]
     stages = operation.stages(device, on_gpu=True)
     doubts = operation.stochastic or operation.by_quotients
     for name, program in stages.items():
@@ -197,7 +214,7 @@ def _encode(operation: BlockOperation, stages: dict[str, Program]) -> list[str]:
     lines = [
         "stored = tl.load(numbers + place, mask=inside, other=0)",
         f"magnitude = stored.to(tl.int32) & {own.magnitude}",
-        f"finite = tl.max(tl.where(magnitude < {own.infinity}, magnitude, 0), axis=1)",
+        f"finite = {_largest_finite(own, axis=1)}",
     ]
     lines += ["tensor_scale = tensor_scale_of(tl.load(most))"] if whole else []
     lines += _rounded(operation, stages, whole)
