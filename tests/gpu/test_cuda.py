@@ -235,6 +235,7 @@ def test_tf32_and_fast_math_change_nothing():
 @pytest.mark.parametrize("fmt", ["e4m3fn", "posit8", "dynamic8"])
 def test_a_repeated_call_goes_to_its_kernel(fmt, dtype, monkeypatch):
     """The same bits for other data, and not by way of the checks of a first call."""
+    lowp.set_kernel_policy("always")
     x = numbers(ROW + 5, dtype)
     on_gpu, expected = x.cuda(), lowp.quantize(x, fmt)
     codes = lowp.encode(x, fmt, nan="saturate")
@@ -272,6 +273,7 @@ def test_a_repeated_call_goes_to_its_kernel(fmt, dtype, monkeypatch):
 
 
 def test_a_repeated_call_that_refuses_nan_looks_each_time():
+    lowp.set_kernel_policy("always")
     x = torch.randn(ROW, device="cuda")
     lowp.encode(x, "e2m1fn")
     x[17] = torch.nan
