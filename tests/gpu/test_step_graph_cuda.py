@@ -10,6 +10,7 @@ from lowp.lab.study import read_study
 from lowp.training.cuda_settings import cuda_settings
 from lowp.training.recipe import Recipe
 from lowp.training.run import run
+from lowp.training.step_graph import EAGER_STEPS, StepGraph
 from lowp.training.trainer import Trainer
 from lowp.training.world import World
 
@@ -169,3 +170,48 @@ def test_a_run(tmp_path):
         optimizer={"name": "sgd", "lr": 0.05},
     )  # fmt: skip
     run(recipe, tmp_path / "run", quiet=True)
+
+
+def pass_of(model, more=lambda: None):
+    def backward(inputs, targets):
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        more()
+        loss.backward()
+
+    return backward
+
+
+def test_the_first_passes_of_a_process_choose_what_the_recorded_one_needs(monkeypatch):
+    """cuDNN times its ways of a convolution at the first pass in each thread, of a shape that no other test has."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    layers = (
+        torch.nn.Conv2d(3, 13, 5, padding=1),
+        torch.nn.Conv2d(13, 17, 3),
+        torch.nn.Flatten(),
+        torch.nn.Linear(17 * 13 * 13, 7),
+    )
+    model = torch.nn.Sequential(*layers).cuda()
+    graph = StepGraph(pass_of(model), [*model.parameters()])
+    x, y = torch.randn(11, 3, 17, 17, device="cuda"), torch.randint(7, (11,), device="cuda")
+    assert all(graph.run(x, y) for _ in range(EAGER_STEPS + 2))
+    assert graph._graph is not None
+
+
+def test_a_pass_that_cannot_be_recorded_goes_on_without_a_graph():
+    """A pass that waits for the device ends its recording, and nothing else."""
+    model = torch.nn.Linear(5, 3).cuda()
+    x, y = torch.randn(4, 5, device="cuda"), torch.randint(3, (4,), device="cuda")
+    backward = pass_of(model, lambda: x.sum().item())
+    graph = StepGraph(backward, [*model.parameters()])
+    before = torch.cuda.current_stream()
+    for _ in range(EAGER_STEPS):
+        assert graph.run(x, y)
+    with pytest.warns(UserWarning, match="could not be recorded"):
+        assert not graph.run(x, y)
+    assert torch.cuda.current_stream() == before
+    assert not graph.run(x, y)
+    backward(x, y)
+    expected = torch.nn.Linear(5, 3)
+    expected.load_state_dict(model.state_dict())
+    pass_of(expected)(x.cpu(), y.cpu())
+    torch.testing.assert_close(model.weight.grad.cpu(), expected.weight.grad)

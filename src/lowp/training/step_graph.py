@@ -84,8 +84,13 @@ class StepGraph:
         """A pass that is not recorded yet."""
         if self._keyed_by is not None:
             self._keyed_by.now = step
-        # In this thread all of it, which is told to build kernels.
-        with building(), torch.autograd.set_multithreading_enabled(False):
+        with building():
+            self._backward_here(inputs, targets)
+
+    def _backward_here(self, inputs: Tensor, targets: Tensor) -> None:
+        """In this thread all of it: `building` is for this thread, and each thread has cuDNN plans of its own, which are chosen
+        at its first pass (and cannot be while it is recorded)."""
+        with torch.autograd.set_multithreading_enabled(False):
             self._backward(inputs, targets)
 
     def _record(self, inputs: Tensor, targets: Tensor) -> bool:
@@ -98,13 +103,14 @@ class StepGraph:
             place.copy_(new)
         for parameter in self._parameters:
             parameter.grad = None
-        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        graph, stream, collecting = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
         gc.disable()
         try:
             keys = nullcontext() if self._keyed_by is None else self._keyed_by.recording()
             with keys, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads work on
-                self._backward(*self._batch)
+                self._backward_here(*self._batch)
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # where a recording fails, torch leaves its stream the current one
             self._failed, self._batch = True, None
             for parameter in self._parameters:
                 parameter.grad = None
