@@ -79,7 +79,7 @@ def triton_expression(s: Statement) -> str:
         BYTES: (_bytes(), 1, "tl.int8"),
         ALL_BYTES: (_bytes(scaled=False), 1, "tl.int8"),
         ABOUT: (_bytes(), 1, "tl.int8"),
-        DOUBT: (_doubt(), 4, "tl.int32"),
+        DOUBT: (doubt(8), 4, "tl.int32"),
         LOW: (_numbers(low=True), 4, "tl.float32"),
         HIGH: (_numbers(low=False), 4, "tl.float32"),
     }[s.operation]
@@ -144,11 +144,13 @@ def _bytes(scaled: bool = True) -> str:
     return "{ " + "; ".join(lines) + "; }"
 
 
-def _doubt() -> str:
-    """Eight numbers, from $4 on: are ranks of their products with the numbers from $12 on others than with those from $20 on?
-    $0 is not zero then, for all four."""
-    lines = [*constants(), *ranks(4, 12, "l"), *ranks(4, 20, "r"), "xor.b32 $0, l0, r0"]
-    lines += [line for i in range(1, 4) for line in (f"xor.b32 x, l{i}, r{i}", "or.b32 $0, $0, x", f"mov.b32 ${i}, 0")]
+def doubt(count: int, capped: bool = False) -> str:
+    """Are ranks of `count` numbers, from $4 on, times those behind them others than times those behind these? $0 is not zero
+    then, for all four."""
+    least, most = ranks(4, 4 + count, "l", count, capped), ranks(4, 4 + 2 * count, "r", count, capped)
+    lines = [*constants(), *least, *most, "xor.b32 $0, l0, r0"]
+    lines += [line for i in range(1, count // 2) for line in (f"xor.b32 x, l{i}, r{i}", "or.b32 $0, $0, x")]
+    lines += [f"mov.b32 ${i}, 0" for i in range(1, 4)]
     return "{ " + "; ".join(lines) + "; }"
 
 
