@@ -57,7 +57,7 @@ def triton_expression(s: Statement) -> str:
     if s.operation == ABOUT:
         return f'tl.inline_asm_elementwise("{_about()}", "=r,f", [{arguments}], dtype=tl.int32, is_pure=True, pack=1)'
     if s.operation == FOUR_DOUBT:
-        text, kinds = doubt(4, capped=True), ",".join(["=r"] * 4 + ["f"] * 12)
+        text, kinds = doubt(4), ",".join(["=r"] * 4 + ["f"] * 12)
         return f'tl.inline_asm_elementwise("{text}", "{kinds}", [{arguments}], dtype=tl.int32, is_pure=True, pack=4)'
     text = _four() if s.operation == FOUR else _eight(s.operation == FINITE_EIGHT)
     kinds = ",".join(["=r"] + ["f"] * 8 + ["r"] * 4)
@@ -72,7 +72,7 @@ def _four() -> str:
     lines = [
         *constants(),
         ".reg .b32 rank, sign, more",
-        *ranks(1, 5, "r", count=4, capped=True),
+        *ranks(1, 5, "r", count=4),
         "prmt.b32 rank, r0, r1, 0x6420",
         *_SIGNS,
         "shr.u32 sign, sign, 4",
