@@ -26,7 +26,7 @@ CASES = [  # (the interpreter truncates where it should round to bfloat16)
 
 WITH_ASSEMBLY = [
     ("mxfp8_e4m3", torch.float32, "raise", False), ("mxfp4", torch.float32, "saturate", False),
-    ("mxfp4", torch.float16, "zero", True),
+    ("mxfp4", torch.float16, "zero", True), ("nvfp4", torch.float32, "saturate", False), ("nvfp4", torch.float16, "zero", True),
 ]  # fmt: skip
 taken = set()  # the operations that were printed
 
@@ -40,7 +40,7 @@ def interpret(operation, device, with_assembly=False):
 
     def interpreted(s):
         taken.add(s.operation)
-        return by_numpy(right(s)) if with_assembly else right(s)
+        return by_numpy(right(s))
 
     head = "from assembly import packed\n" + triton_blocks._HEAD
     with (
@@ -117,4 +117,4 @@ if __name__ == "__main__":
         for case in WITH_ASSEMBLY:
             print(*case, "with assembly", flush=True)
             check_all(*case)
-    assert {byte_codes.FOUR, byte_codes.FINITE_EIGHT} <= taken
+    assert {byte_codes.FOUR, byte_codes.FOUR_DOUBT, byte_codes.FINITE_EIGHT} <= taken

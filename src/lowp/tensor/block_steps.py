@@ -130,10 +130,15 @@ def code(program: BlockProgram, x: Tensor, steps: Sequence[Tensor]) -> Tensor:
 def signed_code(program: BlockProgram, x: Tensor, rank: Tensor) -> Tensor:
     """The codes of x, given those of its magnitudes: for NaN, of the largest."""
     own, stored = CARRIERS[x.dtype], x.view(CARRIERS[x.dtype].storage)
-    magnitude = stored & own.magnitude
     code = rank | ((stored >> (own.storage.itemsize * 8 - 1)) & (1 << program.fmt.element.bits - 1))
+    return code_without_nan(program, x, code)
+
+
+def code_without_nan(program: BlockProgram, x: Tensor, code: Tensor) -> Tensor:
+    """The codes of x, in x's integers; for NaN as `program.nan` says, given the largest one's."""
     if program.nan == "saturate":
         return code
+    own, magnitude = CARRIERS[x.dtype], _magnitude(x)
     nan = magnitude > own.infinity if program.saturate else magnitude >= own.infinity
     return torch.where(nan, torch.zeros_like(code), code)
 

@@ -10,12 +10,12 @@ from lowp.formats import Format
 from lowp.formats.floats import E2M1FN, E4M3FN
 from lowp.tensor.backend import backend_of
 from lowp.tensor.carrier import F32
-from lowp.tensor.lists.four_bits import constants, gathered, ranks, unit
+from lowp.tensor.lists.four_bits import constants, doubt, gathered, ranks, unit
 from lowp.tensor.lists.tracing import Statement, record
 from lowp.tensor.table import bits_of_number
 
-FOUR, EIGHT, FINITE_EIGHT, ABOUT = "e2m1_codes", "e4m3_codes", "e4m3_finite_codes", "e4m3_about"
-OPERATIONS = (FOUR, EIGHT, FINITE_EIGHT, ABOUT)
+FOUR, FOUR_DOUBT, EIGHT, FINITE_EIGHT, ABOUT = "e2m1_codes", "e2m1_doubts", "e4m3_codes", "e4m3_finite_codes", "e4m3_about"
+OPERATIONS = (FOUR, FOUR_DOUBT, EIGHT, FINITE_EIGHT, ABOUT)
 
 _TOLERANCE = 2.0**-21
 
@@ -36,6 +36,15 @@ def codes(fmt: Format, x: Tensor, factor: Tensor, sign: Tensor, saturate: bool) 
     return record(EIGHT if saturate else FINITE_EIGHT, torch.int8, x, factor, sign)
 
 
+def codes_about(x: Tensor, factor: Tensor, sign: Tensor) -> tuple[Tensor, Tensor]:
+    """int8: of numbers times any factor, in e2m1fn; and which are in doubt: the first of four neighbours says it for all.
+
+    The factor's error may be that of `four_bits.to_bytes_about`'s, and the tolerance is the same.
+    """
+    least, most = (factor * (unit() * (1 + t)) for t in (-_TOLERANCE, _TOLERANCE))
+    return record(FOUR, torch.int8, x, most, sign), record(FOUR_DOUBT, torch.int32, x, least, most) != 0
+
+
 def e4m3_about(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """The codes (int32) in e4m3fn of positive numbers with a relative error of up to 2^-22, and which are in doubt."""
     found = record(ABOUT, torch.int32, numbers)
@@ -47,6 +56,9 @@ def triton_expression(s: Statement) -> str:
     arguments = ", ".join(argument.name for argument in s.arguments)
     if s.operation == ABOUT:
         return f'tl.inline_asm_elementwise("{_about()}", "=r,f", [{arguments}], dtype=tl.int32, is_pure=True, pack=1)'
+    if s.operation == FOUR_DOUBT:
+        text, kinds = doubt(4), ",".join(["=r"] * 4 + ["f"] * 12)
+        return f'tl.inline_asm_elementwise("{text}", "{kinds}", [{arguments}], dtype=tl.int32, is_pure=True, pack=4)'
     text = _four() if s.operation == FOUR else _eight(s.operation == FINITE_EIGHT)
     kinds = ",".join(["=r"] + ["f"] * 8 + ["r"] * 4)
     return f'tl.inline_asm_elementwise("{text}", "{kinds}", [{arguments}], dtype=tl.int8, is_pure=True, pack=4)'
@@ -60,7 +72,7 @@ def _four() -> str:
     lines = [
         *constants(),
         ".reg .b32 rank, sign, more",
-        *ranks(1, 5, "r", count=4, capped=True),
+        *ranks(1, 5, "r", count=4),
         "prmt.b32 rank, r0, r1, 0x6420",
         *_SIGNS,
         "shr.u32 sign, sign, 4",

@@ -11,13 +11,13 @@ even rank: up at .75, 1.75 and 3.5, down at .25, 1.25, 2.5 and 5.
    below, what is above it stays above, and the tie goes to the even float16 number, which is the right one at all seven. (The
    product is exact at a limit, and monotone.)
 2. 1022 + z * 2^14 * (1 - 2^-9), rounded once: below 1024 the last bit of float16 is worth .5, above it 1. The bits count ranks
-   up to 4, z = 2 having those of 1024. 1025 + z * 2^14 * 1226 / 4096 has the bits of rank 6 from 4 to 5, those of rank 7 from
-   there up to 8, and no less than the right ones before. The lesser of the two is the rank. The factors put limits between the
-   two float16 numbers beside them. (tests/tensor/test_four_bits.py tries all float16 numbers, and float32 numbers at limits.)
+   up to 4, z = 2 having those of 1024. 1025 + z * 2^14 * 1226 / 4096 has the bits of rank 6 from 4 to 5, those of rank 7 and
+   more from there on, and no less than the right ones before. The least of the two and of the largest is the rank. The factors
+   put limits between the two float16 numbers beside them.
+
+NaN becomes the largest element. (tests/tensor/test_four_bits.py tries all float16 numbers, and float32 numbers at limits.)
 
 **To a number.** An instruction selects four bytes of eight by three bits each: the upper bytes of float16 numbers.
-
-What becomes of NaN does not matter, nor of a block that has one, or an infinity.
 """
 
 import torch
@@ -50,7 +50,7 @@ def unit() -> float:
 def to_bytes(low: Tensor, high: Tensor, *factors: Tensor) -> Tensor:
     """The codes of two vectors of float32 numbers, to nearest, saturated: bytes with the first vector's in the low bits.
 
-    `factors`: of each vector, powers of two by which its numbers are multiplied first. Finite products are less than 8 then.
+    `factors`: of each vector, powers of two by which its numbers are multiplied first.
     """
     if not factors:
         return record(ALL_BYTES, torch.int8, low, high)
@@ -79,7 +79,7 @@ def triton_expression(s: Statement) -> str:
         BYTES: (_bytes(), 1, "tl.int8"),
         ALL_BYTES: (_bytes(scaled=False), 1, "tl.int8"),
         ABOUT: (_bytes(), 1, "tl.int8"),
-        DOUBT: (_doubt(), 4, "tl.int32"),
+        DOUBT: (doubt(8), 4, "tl.int32"),
         LOW: (_numbers(low=True), 4, "tl.float32"),
         HIGH: (_numbers(low=False), 4, "tl.float32"),
     }[s.operation]
@@ -93,8 +93,8 @@ def triton_expression(s: Statement) -> str:
 _CONSTANTS = {"to_steps": 0x73FC73FC, "base": 0x63FC63FC, "to_last": 0x6CCA6CCA, "last_base": 0x64016401, "largest": 0x64036403}
 
 
-def ranks(first: int, factors: int | None, name: str, count: int = 8, capped: bool = False) -> list[str]:
-    """Of `count` numbers, from argument `first` on, times those from `factors` on, if any. `capped`: products may exceed 8.
+def ranks(first: int, factors: int | None, name: str, count: int = 8) -> list[str]:
+    """Of `count` numbers, from argument `first` on, times those from `factors` on, if any.
 
     z is in `{name}z0` and so on, each of two numbers; in `{name}0` and so on are words of 16 bits that end with a rank less 4.
     """
@@ -110,7 +110,7 @@ def ranks(first: int, factors: int | None, name: str, count: int = 8, capped: bo
             f"fma.rn.f16x2 {rank}, size, to_steps, base",
             "fma.rn.f16x2 size, size, to_last, last_base",
             f"min.f16x2 {rank}, {rank}, size",
-            *([f"min.f16x2 {rank}, {rank}, largest"] if capped else []),
+            f"min.f16x2 {rank}, {rank}, largest",
         ]
     return lines
 
@@ -132,7 +132,7 @@ def _bytes(scaled: bool = True) -> str:
     lines = [
         *constants(),
         ".reg .b32 rank, rank_high, sign, sign_high",
-        *ranks(1, 9 if scaled else None, "r", capped=not scaled),
+        *ranks(1, 9 if scaled else None, "r"),
         *gathered,
         "shr.u32 sign, sign, 4",
         "shl.b32 rank_high, rank_high, 4",
@@ -144,11 +144,13 @@ def _bytes(scaled: bool = True) -> str:
     return "{ " + "; ".join(lines) + "; }"
 
 
-def _doubt() -> str:
-    """Eight numbers, from $4 on: are ranks of their products with the numbers from $12 on others than with those from $20 on?
-    $0 is not zero then, for all four."""
-    lines = [*constants(), *ranks(4, 12, "l"), *ranks(4, 20, "r"), "xor.b32 $0, l0, r0"]
-    lines += [line for i in range(1, 4) for line in (f"xor.b32 x, l{i}, r{i}", "or.b32 $0, $0, x", f"mov.b32 ${i}, 0")]
+def doubt(count: int) -> str:
+    """Are ranks of `count` numbers, from $4 on, times those behind them others than times those behind these? $0 is not zero
+    then, for all four."""
+    least, most = ranks(4, 4 + count, "l", count), ranks(4, 4 + 2 * count, "r", count)
+    lines = [*constants(), *least, *most, "xor.b32 $0, l0, r0"]
+    lines += [line for i in range(1, count // 2) for line in (f"xor.b32 x, l{i}, r{i}", "or.b32 $0, $0, x")]
+    lines += [f"mov.b32 ${i}, 0" for i in range(1, 4)]
     return "{ " + "; ".join(lines) + "; }"
 
 
