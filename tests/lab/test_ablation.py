@@ -12,9 +12,11 @@ import pytest
 from made_studies import finish, plan_of, start, write_study
 
 from lowp.lab.ablation import TIME, Ablation
+from lowp.lab.estimate import estimated_seconds
 from lowp.lab.execution import Outcome
 from lowp.lab.results import study_results
 from lowp.lab.study_directory import DONE, StudyDirectory, read_log, state_of_run
+from lowp.training.world import World
 
 BATCHES = "[axes]\nbatch = [8, 16, 64]"
 
@@ -195,6 +197,23 @@ def test_minutes_on_the_command_line(tmp_path):
     assert code == 124, out + err
     assert "stopped by the end of its time" in err
     assert "--resume" in err
+
+
+def test_the_plan_times_runs_with_the_threads_that_they_will_have(tmp_path, monkeypatch):
+    plan, joined = plan_of(write_study(tmp_path, BATCHES)), []
+
+    def joins(device, threads, **more):
+        joined.append(threads)
+        return join(device, threads, **more)
+
+    join = World.join
+    monkeypatch.setattr(World, "join", joins)
+    estimated_seconds(plan, {}, threads=7, data=None)
+    assert set(joined) == {1}  # the study's own
+
+    code, out, err = finish(start("ablate", tmp_path / "tiny.toml", "--plan", cwd=tmp_path))
+    assert code == 0, out + err
+    assert "8 runs, 1 at a time, 1 thread a rank: about" in out
 
 
 @pytest.mark.slow

@@ -179,5 +179,7 @@ def _print_plan(
     estimates = estimated_seconds(plan, known, threads, data)
     total = duration_text(total_seconds(runs, estimates, jobs))
     what = f"{len(runs)} of {len(plan.runs)} runs" if len(runs) < len(plan.runs) else f"{len(runs)} runs"
-    out.print(f"{what}, {jobs} at a time, {threads} thread{'s' * (threads != 1)} a rank: about {total}\n")
+    found = sorted({setting.recipe.threads or threads for setting in plan.settings})
+    each = "1 thread" if found == [1] else f"{' or '.join(map(str, found))} threads"
+    out.print(f"{what}, {jobs} at a time, {each} a rank: about {total}\n")
     return estimates

@@ -54,6 +54,7 @@ def run_seconds(recipe: Recipe, threads: int, data: Path | None) -> float:
 
     before = torch.get_num_threads()
     began = time.perf_counter()
+    threads = recipe.threads or threads
     real = recipe.ranks if recipe.parallel.kind == "data" else 1
     alone = with_changes(recipe, ranks=1, virtual_ranks=max(recipe.virtual_ranks, real), threads=threads)
     if recipe.parallel.kind != "data":
