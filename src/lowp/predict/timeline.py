@@ -8,8 +8,9 @@
    work, messages, work. Chunks of all buckets share one processor and one link; each takes what became ready first.
 2. At most `depth` chunks are under way: 8 on a CPU, where one thread runs them all; 1 on CUDA, where they follow each other on
    a stream, and for torch's own collectives.
-   Where several are under way, what is ready first goes first: with a faster link another order may come about, which now and
-   then is some thousandths slower. Chunks that follow each other are never slower with less to do.
+   Where several are under way, what is ready first goes first: with a faster link another order may come about, and the step
+   may be slower (2.7 % at most in a search; 11 % with a parameter server, whose buckets travel whole). Chunks that follow each
+   other are never slower with less to do.
 3. What encodes and decodes takes its time from the computation, but for the share that runs beside it.
 4. The link is taken while bytes leave. On a CPU others may use it while messages are on their way (`latency`); a stream waits.
    After a pause some bytes pass at once (`burst`), as many as a token bucket has saved up meanwhile. That spares time of bytes
