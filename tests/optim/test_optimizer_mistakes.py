@@ -10,6 +10,7 @@ from torch import nn
 
 import lowp
 from lowp.optim import LAMB, LARS, SGD, AdamW
+from lowp.optim.family import Chosen
 
 KINDS = [SGD, LARS, AdamW, LAMB]
 HALF = torch.bfloat16
@@ -209,3 +210,40 @@ def test_propagate_means_propagate(kind):
     p.grad[0, 0] = math.nan
     kind([p], nonfinite="propagate").step()
     assert p[0, 0].isnan()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "looks", "at_weights"),
+    [
+        (SGD, {"momentum": 0.9, "weight_decay": 0.01}, True, True),  # a state of 16 bits has a scale for the tensor
+        (
+            SGD,
+            {"momentum": 0.9, "weight_decay": 0.01, "state": "dynamic8"},
+            False,
+            False,
+        ),  # one of 8 bits a scale for each block
+        (AdamW, {}, True, False),
+        (AdamW, {"state": "dynamic8"}, False, False),
+        (LARS, {}, True, True),
+    ],
+)
+def test_unchecked_gradients_are_looked_at_where_a_norm_or_a_scale_needs_it(kind, options, looks, at_weights, monkeypatch):
+    """And the steps are the same, also where the loss scale changes."""
+    looked = []
+    measure = Chosen.measure
+    monkeypatch.setattr(Chosen, "measure", lambda chosen, *more: (looked.append(chosen.layout), measure(chosen, *more)))
+
+    def weights_after(nonfinite):
+        p = nn.Parameter(torch.linspace(-1, 1, 4096).view(16, 256).half())
+        optimizer = kind([p], lr=0.1, nonfinite=nonfinite, **options)
+        for step in range(3):
+            p.grad = torch.linspace(-2, 4, 4096).view(16, 256).half() * 2**step
+            optimizer.step(gradient_scale=2.0**step)
+        return p.detach()
+
+    checked = weights_after("raise")
+    assert len(looked) == 3
+    assert all(layout.measures_weights == at_weights for layout in looked)
+    looked.clear()
+    assert torch.equal(weights_after("propagate"), checked)
+    assert bool(looked) == looks

@@ -118,7 +118,7 @@ class Chosen:
         self._measured = self._zeros(len(names), count, torch.int64)
         self._rows = {name: self._measured[i : i + 1] for i, name in enumerate(names)}
         self._rows["sums"] = self._measured[-2:]
-        self._rows["largest"] = self._measured[: 1 + kernels.measures_weights(self.layout.rule)]
+        self._rows["largest"] = self._measured[: 1 + self.layout.measures_weights]
         self.largest = self._measured[0]  # |gradient| of each member, as bits
         self.worst = torch.zeros((), dtype=torch.int64, device=self.device)  # the largest of them
         self.units = self._zeros(1, count, torch.int32)
@@ -172,16 +172,19 @@ class Chosen:
         """Do other ranks have parts of these gradients?"""
         return bool(self.members[0].placement.groups)
 
-    def measure(self, units: list[float], worst: Tensor | None = None) -> None:
+    def count_in(self, units: list[float]) -> None:
+        """The units that gradients count in."""
+        if units != self._units:
+            self._units = units
+            bits = [bits_of_number(float(np.float32(unit)), F32) for unit in units]
+            self.units[0].copy_(torch.tensor(bits, dtype=torch.int32))
+
+    def measure(self, worst: Tensor | None = None) -> None:
         """Find the largest gradients (and weights), in the units that gradients count in. Nothing is changed yet.
 
         The largest of all goes to `worst` if it is larger than what is there, or to the own one.
         """
         assert self.lists is not None
-        if units != self._units:
-            self._units = units
-            bits = [bits_of_number(float(np.float32(unit)), F32) for unit in units]
-            self.units[0].copy_(torch.tensor(bits, dtype=torch.int32))
         clear, self.cleared = not self.cleared, False
         self._measure(self.lists, self.units, [], into=self._rows["largest"], aside=worst, clear=clear)
         if worst is None:
@@ -221,8 +224,11 @@ class Step:
     scalars: list[float]  # of the update
     units: list[float]
 
-    def measure(self, worst: Tensor | None = None) -> None:
-        self.chosen.measure(self.units, worst)
+    def measure(self, worst: Tensor | None = None, check: bool = True) -> None:
+        """Without `check`, only where a norm or a scale needs it."""
+        self.chosen.count_in(self.units)
+        if check or self.chosen.layout.needs_largest:
+            self.chosen.measure(worst)
 
     def number(self, skip: Tensor | None, told: Tensor | None = None) -> None:
         self.chosen.number(self.constants, self.scalars, skip, told)

@@ -47,6 +47,16 @@ class Layout:
     def blocked(self) -> tuple[int, ...]:
         return tuple(i for i, state in enumerate(self.states) if state.scale == "block")
 
+    @property
+    def needs_largest(self) -> bool:
+        """Does a norm or a scale depend on how large gradients are?"""
+        return self.rule.needs_norms or bool(self.scaled)
+
+    @property
+    def measures_weights(self) -> bool:
+        """Does one of them depend on how large weights are, too?"""
+        return self.rule.needs_norms or (bool(self.scaled) and isinstance(self.rule, SGDRule) and self.rule.decay)
+
     def scale_column(self, state: int) -> int:
         return UNIT + 1 + 2 * self.scaled.index(state)
 
@@ -121,18 +131,13 @@ def _tables(layout: Layout) -> tuple:
     return tuple(table for state in layout.states for table in state.tables)
 
 
-def measures_weights(rule: Rule) -> bool:
-    """Does anything depend on how large weights are?"""
-    return rule.needs_norms or (isinstance(rule, SGDRule) and rule.decay)
-
-
 @lru_cache(maxsize=256)
 def measure(layout: Layout) -> ListFunction:
-    """The largest |gradient| of each tensor, and the largest |weight| where a rule needs it, as the bits of float32.
+    """The largest |gradient| of each tensor, and the largest |weight| where it is needed, as the bits of float32.
 
     A gradient that is not finite shows: NaN's bits are above infinity's, which are above all others'.
     """
-    weights = measures_weights(layout.rule)
+    weights = layout.measures_weights
 
     def function(*arguments: Any) -> list[Tensor]:
         *elements, numbers, _, _ = arguments

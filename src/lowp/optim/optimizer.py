@@ -208,7 +208,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             return None
         together = self._together(steps)
         for step in steps:
-            step.measure(together)
+            step.measure(together, check=not propagate)
         if propagate:
             return None
         worst = self._worst(steps) if together is None else together

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowp.compat import without_dispatch_modes
-from lowp.optim.kernels import UNIT, Layout, bits_of_normal_power, measures_weights
+from lowp.optim.kernels import UNIT, Layout, bits_of_normal_power
 from lowp.optim.rules import Average, LAMBRule
 from lowp.tensor.carrier import exponent_above
 from lowp.tensor.lists.function import ListFunction
@@ -76,7 +76,7 @@ class Columns:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        found = ("gradient", "weight") if measures_weights(self.layout.rule) else ("gradient",)
+        found = ("gradient", "weight") if self.layout.measures_weights else ("gradient",)
         if not self.layout.rule.needs_norms:
             return found
         return (*found, *(["step"] if self.measures_step else []), "sum_weight", "sum_step")
