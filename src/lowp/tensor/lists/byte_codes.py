@@ -23,7 +23,7 @@ _TOLERANCE = 2.0**-21
 def suits(fmt: Format, numbers: Tensor) -> bool:
     """Is what runs now being printed for CUDA, for a chip that can, and is this one of the formats?"""
     backend = backend_of(numbers)
-    return backend.assembly and (fmt == E2M1FN or (fmt == E4M3FN and backend.converts))
+    return (fmt == E2M1FN and backend.halves) or (fmt == E4M3FN and backend.converts)
 
 
 def codes(fmt: Format, x: Tensor, factor: Tensor, sign: Tensor, saturate: bool) -> Tensor:
