@@ -1,7 +1,7 @@
 """NVIDIA's assembly in Triton's interpreter, which has none: the few instructions of ours that kernels use, by numpy.
 
-What the PTX manual leaves open is chosen to be inconvenient: an approximate reciprocal is off by as much as it may be. Conversions
-lose NaN's sign, as the manual says.
+As the PTX manual says, conversions lose NaN's sign, and an approximate reciprocal may be off by a unit in the last place: here it
+always is.
 """
 
 import re
