@@ -1,7 +1,7 @@
 """NVIDIA's assembly in Triton's interpreter, which has none: the few instructions of ours that kernels use, by numpy.
 
-As the PTX manual says, conversions lose NaN's sign, and an approximate reciprocal may be off by a unit in the last place: here it
-always is.
+As the PTX manual says, conversions lose NaN's sign, and an approximate reciprocal may be off by a unit in the last place (here
+it always is).
 """
 
 import re
