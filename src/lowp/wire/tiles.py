@@ -273,7 +273,7 @@ def _stored_blocks(
         most = largest.view(torch.float32)
         tensor_scale = program.tensor_scale(most if factor is None else most * factor)
     blocks = _blocks_of(shape, x)
-    if tensor_scale is None and four_bits.suits(shape.element, x[0]):
+    if program.fmt.power_of_two_scale and four_bits.suits(shape.element, x[0]):
         scales = [program.scale(most) for most, _ in blocks]
         stored = _four_bits([program.inverse(scale) for scale in scales], blocks)
     elif tensor_scale is not None and near_one and program.suits_about and four_bits.suits(shape.element, x[0]):
