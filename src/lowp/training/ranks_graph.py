@@ -5,8 +5,8 @@ figures and gradients are copied around it, and the exchange launches some ten k
 launch in a step, and no copies: each rank's batch, and what is made of it, have places of their own.
 
 It is taken where every step launches the same: no noise, no error feedback, no top-k on the wire; where each pass is taken once
-in a step; and where passes draw nothing (dropout), as there can be no seed for each rank. Of large batches launches take no time,
-and the graph would hold much memory.
+in a step; and where passes draw nothing (dropout), as there can be no seed for each rank. Of large batches launches take no
+time, and the graph would hold much memory.
 """
 
 import math
