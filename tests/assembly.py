@@ -1,4 +1,8 @@
-"""NVIDIA's assembly in Triton's interpreter, which has none: the few instructions of ours that kernels use, by numpy."""
+"""NVIDIA's assembly in Triton's interpreter, which has none: the few instructions of ours that kernels use, by numpy.
+
+As the PTX manual says, conversions lose NaN's sign, and an approximate reciprocal may be off by a unit in the last place (here
+it always is).
+"""
 
 import re
 
@@ -28,8 +32,9 @@ def halves(bits):
 
 
 def word_of(numbers):
-    """Rounded to float16, two a word."""
-    return np.ascontiguousarray(numbers.astype(np.float16)).view(np.uint32)[..., 0].astype(np.uint64)
+    """Rounded to float16, two a word; NaN is the one of a GPU."""
+    rounded = np.where(np.isnan(numbers), np.uint16(0x7FFF), numbers.astype(np.float16).view(np.uint16))
+    return np.ascontiguousarray(rounded).view(np.uint32)[..., 0].astype(np.uint64)
 
 
 def float16_of(high, low):
@@ -57,13 +62,26 @@ def looked_up(a, b, c, table):
 
 
 def e4m3_of(high, low):
-    """Two float32 numbers to codes of e4m3fn, what is too large to the largest value."""
+    """Two float32 numbers to codes of e4m3fn, what is too large to the largest value, NaN to that without a sign."""
     import ml_dtypes
 
-    codes = [
-        np.clip(floats(x), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8).astype(np.uint64) for x in (high, low)
-    ]
-    return codes[0] << np.uint64(8) | codes[1]
+    def code(x):
+        found = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return np.where(np.isnan(x), np.uint8(0x7F), found).astype(np.uint64)
+
+    return code(floats(high)) << np.uint64(8) | code(floats(low))
+
+
+def flushed(numbers):
+    """Subnormal numbers to zeros of their signs."""
+    return np.where(np.abs(numbers) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), numbers), numbers)
+
+
+def about_reciprocal(bits):
+    """A unit in the last place too much or too little, by a bit of the number's; of powers of two as well."""
+    right = bits_of(flushed(1 / flushed(floats(bits))))
+    normal = (floats(right) != 0) & np.isfinite(floats(right))
+    return np.where(normal, right + np.where(bits >> np.uint64(5) & np.uint64(1), MASK, np.uint64(1)) & MASK, right)
 
 
 _OF_NUMBERS = {
@@ -73,7 +91,7 @@ _OF_NUMBERS = {
     "cvt.rn.f16x2.f32": float16_of,
     "cvt.rn.satfinite.e4m3x2.f32": e4m3_of,
     "fma.rn.f32": lambda a, b, c: bits_of(floats(a).astype(np.float64) * floats(b) + floats(c)),  # sums with +-0 alone
-    "rcp.approx.ftz.f32": lambda a: bits_of(1 / floats(a)),
+    "rcp.approx.ftz.f32": about_reciprocal,
     "cvt.f32.f16": lambda a: bits_of(halves(a)[..., 0]),
 }
 

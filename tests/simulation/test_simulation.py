@@ -202,6 +202,14 @@ def test_copies_are_simulated_on_their_own(again, scale):
         simulation_of(model)
 
 
+def test_a_model_that_was_saved_before_changes_were_counted():
+    saved = simulate(seeded(Net), "e4m3fn")
+    loaded = type(saved).__new__(type(saved))
+    loaded.__setstate__({name: value for name, value in saved.__getstate__().items() if name != "changes"})
+    loaded.set(weights="e5m2")
+    assert loaded.changes == 1
+
+
 def test_stochastic_is_keyed_by_seed_step_and_rank():
     def outcome(step=0, rank=0, seed=3):
         model = seeded(Net)

@@ -1,14 +1,27 @@
 """Which algorithm rounds: `grid.rounding_for` decides it from the format's grid and from the backend that operations go to."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 from lowp.formats import FORMATS, Rounding
 from lowp.tensor import backend
-from lowp.tensor.backend import CPP, GPU_GRAPH, GRAPH, PLAIN, TRITON, TRITON_8_BITS, backend_of, printing
+from lowp.tensor.backend import (
+    CPP,
+    GPU_GRAPH,
+    GRAPH,
+    PLAIN,
+    TRITON,
+    TRITON_8_BITS,
+    TRITON_BEFORE_8_0,
+    backend_of,
+    printing,
+)
 from lowp.tensor.carrier import F32, F64, grid_fits, is_grid
 from lowp.tensor.grid import Algorithm, grid, rounding_for
+from lowp.tensor.lists import byte_codes, four_bits
 
 GRIDS = [fmt for fmt in FORMATS if is_grid(fmt) and grid_fits(fmt, F32)]
 
@@ -53,3 +66,22 @@ def test_what_operations_become(monkeypatch):
         assert backend_of(torch.zeros(3)) is GRAPH
         assert backend_of(torch.zeros(3, device="cuda")) is GPU_GRAPH
     assert backend_of(x) is PLAIN
+
+
+@pytest.mark.parametrize(
+    ("chip", "becomes", "assembled"),
+    [
+        ((7, 5), TRITON_BEFORE_8_0, set()),  # ptxas refuses cvt.rn.f16x2.f32 and min.f16x2
+        ((8, 0), TRITON, {"e2m1fn"}),
+        ((8, 6), TRITON, {"e2m1fn"}),
+        ((8, 9), TRITON_8_BITS, {"e2m1fn", "e4m3fn"}),
+        ((9, 0), TRITON_8_BITS, {"e2m1fn", "e4m3fn"}),
+    ],
+)
+def test_what_a_chip_can(chip, becomes, assembled, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    with printing():
+        assert backend_of(on_gpu) is becomes
+        assert {str(fmt) for fmt in FORMATS if byte_codes.suits(fmt, on_gpu)} == assembled
+        assert {str(fmt) for fmt in FORMATS if four_bits.suits(fmt, on_gpu)} == assembled & {"e2m1fn"}

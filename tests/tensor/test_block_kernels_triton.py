@@ -25,7 +25,8 @@ CASES = [  # (the interpreter truncates where it should round to bfloat16)
 
 
 WITH_ASSEMBLY = [
-    ("mxfp8_e4m3", torch.float32, "raise", False), ("mxfp4", torch.float32, "saturate", False),
+    ("mxfp8_e4m3", torch.float32, "raise", False), ("mxfp8_e4m3", torch.float16, "raise", False, True),
+    ("mxfp4", torch.float32, "saturate", False), ("mxfp4_rceil", torch.float32, "raise", False),
     ("mxfp4", torch.float16, "zero", True), ("nvfp4", torch.float32, "saturate", False), ("nvfp4", torch.float16, "zero", True),
 ]  # fmt: skip
 taken = set()  # the operations that were printed
@@ -57,7 +58,7 @@ def interpret(operation, device, with_assembly=False):
     return kernel
 
 
-def check_all(name, dtype, nan, pack):
+def check_all(name, dtype, nan, pack, saturate=False):
     import lowp
     from block_cases import check, check_stochastic, numbers
 
@@ -65,8 +66,8 @@ def check_all(name, dtype, nan, pack):
     x = torch.cat([x[:2000], x[-3000:]])
     noise = lowp.Noise(3, 4, 5, 6)
     for y, axis in ((x, -1), (x[1:2000].view(1, 1999), -1), (x[-2400:].view(4, 3, 200), 1)):
-        check(y, fmt, False, nan, axis, packs=(pack,))
-        check_stochastic(y, fmt, False, nan, noise, axis, pack)
+        check(y, fmt, saturate, nan, axis, packs=(pack,))
+        check_stochastic(y, fmt, saturate, nan, noise, axis, pack)
 
 
 def settle_all():
@@ -117,4 +118,4 @@ if __name__ == "__main__":
         for case in WITH_ASSEMBLY:
             print(*case, "with assembly", flush=True)
             check_all(*case)
-    assert {byte_codes.FOUR, byte_codes.FOUR_DOUBT, byte_codes.FINITE_EIGHT} <= taken
+    assert {*byte_codes.OPERATIONS} <= taken

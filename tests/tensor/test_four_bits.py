@@ -67,9 +67,9 @@ def test_to_bytes_with_powers_of_two():
         small = np.ldexp(x, -exponents)
     exact = np.isfinite(small) & (np.ldexp(small.astype(np.float64), exponents) == x)
     exponents, small = np.where(exact, exponents, 0), np.where(exact, small, x)
-    unit = np.float32(four_bits._UNIT)
+    unit = np.float32(four_bits.UNIT)
     factors = np.ldexp(np.float32(1), exponents).astype(np.float32) * unit
-    assert (factors.astype(np.float64) == np.ldexp(four_bits._UNIT, exponents)).all()  # subnormal ones too
+    assert (factors.astype(np.float64) == np.ldexp(four_bits.UNIT, exponents)).all()  # subnormal ones too
     word = run(text_of(four_bits.BYTES, 4), [*map(bits_of, small), *map(bits_of, factors)])
     check_codes(x, codes_of_word(word), np.abs(x.astype(np.float64)))
 
@@ -84,7 +84,7 @@ def test_to_bytes_of_any_number():
 def test_nan_stays_where_it_is():
     x = np.ones((8, 8), np.float32)
     np.fill_diagonal(x, np.nan)
-    ones = [np.full(8, bits_of(np.float32(four_bits._UNIT)))] * 8
+    ones = [np.full(8, bits_of(np.float32(four_bits.UNIT)))] * 8
     for word in (
         run(text_of(four_bits.BYTES, 4), [*map(bits_of, x), *ones]),
         run(text_of(four_bits.ALL_BYTES, 2), [*map(bits_of, x)]),
@@ -98,7 +98,7 @@ def test_to_bytes_about():
     draw, y = np.random.default_rng(5), signed(limits_and_more()).reshape(8, -1)
     factors = np.exp(draw.normal(0, 2, y.shape)).astype(np.float32)
     x = (y / factors.astype(np.float64)).astype(np.float32)
-    least, most = (factors * np.float32(four_bits._UNIT * (1 + t)) for t in (-four_bits._TOLERANCE, four_bits._TOLERANCE))
+    least, most = (factors * np.float32(four_bits.UNIT * (1 + t)) for t in (-four_bits.TOLERANCE, four_bits.TOLERANCE))
     given = [*map(bits_of, x), *map(bits_of, least), *map(bits_of, most)]
     word = run(text_of(four_bits.ABOUT, 4), [*given[:8], *given[16:]])
     doubt, *others = run(text_of(four_bits.DOUBT, 6), given, outputs=4)
@@ -109,7 +109,7 @@ def test_to_bytes_about():
         check_codes(x[:, sure], codes[:, sure], exact[:, sure])
     assert sure.mean() > 0.9
     # Elements are in no doubt.
-    ones = [bits_of(np.full(8, np.float32(four_bits._UNIT * (1 + t)))) for t in (-four_bits._TOLERANCE, four_bits._TOLERANCE)]
+    ones = [bits_of(np.full(8, np.float32(four_bits.UNIT * (1 + t)))) for t in (-four_bits.TOLERANCE, four_bits.TOLERANCE)]
     for numbers, doubtful in ((ELEMENTS, False), (np.append(LIMITS, 5), True)):
         columns = [bits_of(np.full(8, number, np.float32)) for number in numbers]
         for column in columns:
@@ -137,7 +137,7 @@ def test_a_byte_for_each_code():
     """Signs are those of other bits, of NaN too; what is not finite is the largest."""
     special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 7.9, -1e30], np.float32)
     x = np.concatenate([signed(limits_and_more()), special]).reshape(4, -1)
-    unit = bits_of(np.full(x.shape[1], four_bits.unit(), np.float32))
+    unit = bits_of(np.full(x.shape[1], four_bits.UNIT, np.float32))
     word = run(text_of(byte_codes.FOUR, 3), [*map(bits_of, x), *[unit] * 4, *map(bits_of, x)])
     codes = word[None] >> np.arange(0, 32, 8, dtype=np.uint64)[:, None] & np.uint64(255)
     sizes = np.abs(x.astype(np.float64))

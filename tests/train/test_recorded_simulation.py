@@ -136,6 +136,14 @@ def test_without_a_recording_noise_is_of_numbers():
     assert simulation.moment == 0
 
 
+def test_which_numerics_learn_from_a_step():
+    """Others may begin a step before it is known that the gradients of the one before were finite."""
+    of_a_layer = {"weights": "e4m3fn", "layers": {"last": {"activations": "e4m3fn", "scale": "delayed:4"}}}
+    learning = {row for row in ROWS if trainer_of(**ROWS[row]).numerics.learns}
+    assert learning == {"delayed", "promote", "switch"}
+    assert trainer_of(**of_a_layer).numerics.learns
+
+
 @pytest.mark.parametrize(
     ("precision", "expected"),
     [

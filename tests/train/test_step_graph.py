@@ -1,8 +1,13 @@
 """When a pass is recorded, and when it is recorded again. (What graphs compute: tests/gpu/test_step_graph_cuda.py.)"""
 
+import gc
+from contextlib import contextmanager
+
+import pytest
 import torch
 
 from lowp.optim.loss_scale import LossScale
+from lowp.training.plugins import PluginError
 from lowp.training.step_graph import EAGER_STEPS, StepGraph
 
 
@@ -55,6 +60,37 @@ def test_a_pass_that_cannot_be_recorded_is_left_to_the_caller(monkeypatch):
     x, y = torch.randn(4, 2), torch.zeros(4)
     assert [graph.run(x, y) for _ in range(EAGER_STEPS + 2)] == [True] * EAGER_STEPS + [False] * 2
     assert len(taken) == EAGER_STEPS
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, PluginError])  # of an operation's, and of one inside a model
+def test_a_recording_that_fails_is_said_and_undone(kind, monkeypatch):
+    @contextmanager
+    def recording(graph, capture_error_mode):
+        streams.append("of the recording")
+        yield
+
+    streams, passes = ["before"], []
+    for name, stands_in in {
+        "CUDAGraph": object,
+        "graph": recording,
+        "current_stream": lambda: streams[-1],
+        "set_stream": streams.append,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stands_in)
+
+    def backward(inputs, targets):
+        passes.append(len(inputs))
+        if len(passes) > EAGER_STEPS:
+            raise kind("out of memory")
+
+    graph, x, y = StepGraph(backward, []), torch.randn(4, 2), torch.zeros(4)
+    assert [graph.run(x, y) for _ in range(EAGER_STEPS)] == [True] * EAGER_STEPS
+    with pytest.warns(UserWarning, match="could not be recorded as one: out of memory"):
+        assert not graph.run(x, y)
+    assert streams == ["before", "of the recording", "before"]
+    assert gc.isenabled()
+    assert not graph.run(x, y)
+    assert len(passes) == EAGER_STEPS + 1
 
 
 def test_keys_are_written_before_each_launch(monkeypatch):

@@ -29,7 +29,9 @@ MORE = [
     for rounding in ("nearest", "stochastic")
     for scale in ("none", "local", "block:16", "block:64")
 ] + [
-    (format, "nearest", scale) for format in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxint8") for scale in ("none", "local")
+    (format, "nearest", scale)
+    for format in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxint8", "block(e2m1fn, 16, e4m3fn)")
+    for scale in ("none", "local")
 ]
 
 

@@ -18,6 +18,7 @@ CASES = [
 ]  # fmt: skip
 SIZES = (37, 64, 1, 300, 5)
 EVEN = (64, 320, 16, 40, 4)  # layers that begin at multiples of 4
+OTHER_SCALE = "block(e2m1fn, 16, e4m3fn)"  # no power of two, and none of the whole tensor
 ROWS = 8  # tiles of an item: few, so that there are several items
 
 
@@ -150,9 +151,10 @@ if __name__ == "__main__":
     EXPRESSION = triton.expression
     set_kernel_policy("always")
     more = [("e2m1fn", "local", SIZES), ("e5m2", "local", EVEN), ("mxfp4", "local", EVEN)]
+    more += [(OTHER_SCALE, "local", SIZES)]
     ties = [(*case, SIZES, next_to_ties) for case in (("nvfp4", "local"), ("e2m1fn", "block:32"))]
     for case in [*CASES, *more, *ties]:
         print(*case[:3], flush=True)
-        four_bits = case[0] in ("e2m1fn", "mxfp4", "nvfp4")
+        four_bits = case[0] in ("e2m1fn", "mxfp4", "nvfp4", OTHER_SCALE)
         check(*case)
     assert {*of_four_bits.OPERATIONS, byte_codes.ABOUT} <= taken

@@ -95,7 +95,8 @@ class Simulation:
         return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, hooks=WeakTensorKeyDictionary(), watch=None, keyed_by=None, _model=None)
+        # Models that were saved before have no number of changes.
+        vars(self).update({"changes": 0} | state, hooks=WeakTensorKeyDictionary(), watch=None, keyed_by=None, _model=None)
 
     def unhook(self, layers: Collection[SimulatedLayer]) -> None:
         """Round the gradients of parameters that these layers share no more: of those that they have, and of those they had."""

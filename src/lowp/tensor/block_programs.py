@@ -39,6 +39,7 @@ from lowp.formats.floats import FloatFormat
 from lowp.tensor import grid as grids
 from lowp.tensor.carrier import CARRIERS, F32, F64, Carrier, exponent_below, grid_fits, is_grid
 from lowp.tensor.lists import byte_codes
+from lowp.tensor.lists.four_bits import TOLERANCE
 from lowp.tensor.table import bits_of_number
 
 
@@ -118,13 +119,16 @@ class BlockProgram:
         return grids.grid(self.fmt.scale, F32, Rounding.NEAREST, True)  # type: ignore[arg-type]  # a grid
 
     def scale_about(self, largest: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """`scale` in float32, and where that leaves the code in doubt. For tensor scales near 1."""
-        code, unsure = grids.encode_about(self.quotient_about(largest, tensor_scale).view(torch.int32), self.scale_grid)
-        return code.clamp(min=1), unsure
+        """`scale` in float32, and where that leaves the code in doubt. For tensor scales near 1.
 
-    def quotient_about(self, largest: Tensor, tensor_scale: Tensor) -> Tensor:
-        """What `scale` rounds, with a relative error of up to 2^-22: two products, and a reciprocal that is off by 2^-23."""
-        return largest * torch.reciprocal(tensor_scale * self.fmt.element.max)
+        The quotient has a relative error of up to 2^-22: two products, and a reciprocal that is off by 2^-23.
+        """
+        quotient = largest * torch.reciprocal(tensor_scale * self.fmt.element.max)
+        if byte_codes.suits(self.fmt.scale, quotient):
+            code, unsure = byte_codes.e4m3_about(quotient)
+        else:
+            code, unsure = grids.encode_about(quotient.view(torch.int32), self.scale_grid, TOLERANCE)
+        return code.clamp(min=1), unsure
 
     def inverse_about(self, code: Tensor, tensor_scale: Tensor) -> Tensor:
         """`inverse` in float32, with a relative error of up to 1.5 * 2^-23: a product, and a reciprocal."""

@@ -4,7 +4,7 @@ A block's unit is its own scale times the tensor's. It has more bits than float3
 whose conversions and quotients take most of a kernel's time. Here the unit and the product with a number are rounded to
 float32, with relative errors of 2^-24, and the inverse has one of 2^-23; the quotient that is rounded to a scale has 2^-22. An
 element is in doubt where the quotient lies so near the middle between two elements that these errors, or that of the
-comparison itself, could matter (`_TOLERANCE`); the code of a block's scale likewise. A kernel computes tiles with a doubt
+comparison itself, could matter (`TOLERANCE`); the code of a block's scale likewise. A kernel computes tiles with a doubt
 again, by the functions of block_programs.py: with normal numbers one tile of 2,048 in 100.
 
 (On a CPU block_steps.py has no doubts and is faster.)
@@ -18,8 +18,7 @@ from lowp.tensor import grid as grids
 from lowp.tensor.block_programs import BlockProgram
 from lowp.tensor.carrier import CARRIERS, F32
 from lowp.tensor.lists import byte_codes
-
-_TOLERANCE = 2.0**-21
+from lowp.tensor.lists.four_bits import TOLERANCE
 
 
 def suits(program: BlockProgram) -> bool:
@@ -36,12 +35,7 @@ def scale(program: BlockProgram, largest: Tensor, whole: Tensor) -> tuple[Tensor
     All are in doubt where float32 might not have all bits of products with the unit, or of their errors, or a reciprocal none:
     far from 1.
     """
-    quotient = program.quotient_about(largest, whole)
-    if byte_codes.suits(program.fmt.scale, quotient):
-        code, unsure = byte_codes.e4m3_about(quotient)
-    else:
-        code, unsure = grids.encode_about(quotient.view(torch.int32), program.scale_grid, _TOLERANCE)
-    code = code.clamp(min=1)
+    code, unsure = program.scale_about(largest, whole)
     own = grids.decode(code, program.scale_grid, finite=True).view(torch.float32)
     unit = own * whole
     return code, unsure | (unit < 2.0**-80) | (unit > 2.0**80), own, torch.reciprocal(unit)
@@ -54,13 +48,13 @@ def code(program: BlockProgram, x: Tensor, inverse: Tensor) -> tuple[Tensor, Ten
         code, unsure = byte_codes.codes_about(x.to(torch.float32), inverse, own.bits(x.view(own.storage)))
         return block_steps.code_without_nan(program, x, code.to(own.storage)), unsure
     quotient = x.to(torch.float32).abs() * inverse
-    rank, unsure = grids.encode_about(quotient.view(torch.int32) & F32.magnitude, program.saturating_grid, _TOLERANCE)
+    rank, unsure = grids.encode_about(quotient.view(torch.int32) & F32.magnitude, program.saturating_grid, TOLERANCE)
     return block_steps.signed_code(program, x, rank), unsure
 
 
 def rounded(program: BlockProgram, x: Tensor, own: Tensor, inverse: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """`program.rounded`, and which of the numbers are in doubt."""
-    element, unsure = grids.nearest_about(x.to(torch.float32).abs() * inverse, program.saturating_grid, _TOLERANCE)
+    element, unsure = grids.nearest_about(x.to(torch.float32).abs() * inverse, program.saturating_grid, TOLERANCE)
     near, error = block_steps.product(element, own, [whole])
     if x.dtype != torch.float32:
         near = block_steps.to_odd(near, error)

@@ -29,15 +29,28 @@ class Metrics:
         self._waiting: list[list[tuple[Tensor, float]]] = [[] for _ in ranks]  # losses and shares; not in `_losses` yet
         self._predictions = [0 for _ in ranks]
         self.steps = 0  # in these sums
+        self._counted: set[int] = set()  # ranks of the step under way
+        self._again = False  # is the pass under way counted already?
         # Of one pass, where a graph leaves them
         self._recorded_loss = torch.zeros((), dtype=torch.float64, device=device)
         self._recorded_correct = torch.zeros((), dtype=torch.int64, device=device)
+
+    def begin(self, rank: int) -> None:
+        """A rank's passes begin. Where an exchange has them taken twice, in one step, the first ones count."""
+        self._again = rank in self._counted
+        self._counted.add(rank)
+
+    def step_done(self) -> None:
+        self.steps += 1
+        self._counted, self._again = set(), False
 
     def add_loss(self, rank: int, loss: Tensor, share: float) -> None:
         """On a CPU losses wait too, to be added one by one, in their order, as numbers: an operation of torch takes longer.
 
         Only where the share is a power of two: then a product is exact, and it does not matter whether a chip rounds it.
         """
+        if self._again:
+            return
         place = rank - self._ranks.start
         if loss.is_cpu and math.frexp(share)[0] == 0.5:
             self._waiting[place].append((loss, share))
@@ -55,6 +68,8 @@ class Metrics:
 
     def add_predictions(self, rank: int, logits: Tensor, targets: Tensor) -> None:
         """Counted some steps at a time: two small operations fewer in a step, and of small logits four."""
+        if self._again:
+            return
         place = rank - self._ranks.start
         right, predicted = self._right[place], self._predicted[place]
         if self._lasting and logits.numel() <= KEPT_LOGITS // KEPT:
@@ -71,12 +86,15 @@ class Metrics:
         self._recorded_correct.copy_((logits.argmax(-1) == targets).sum())
 
     def add_recorded(self, rank: int) -> None:
+        if self._again:
+            return
         place = rank - self._ranks.start
         self._losses[place].add_(self._recorded_loss)
         self._correct[place].add_(self._recorded_correct)
 
     def add_samples(self, rank: int, predictions: int) -> None:
-        self._predictions[rank - self._ranks.start] += predictions
+        if not self._again:
+            self._predictions[rank - self._ranks.start] += predictions
 
     def _count(self, place: int) -> None:
         right, self._right[place] = self._right[place], []
@@ -111,6 +129,7 @@ class Metrics:
         self._waiting = [[] for _ in self._ranks]
         self._predictions = [0 for _ in self._ranks]
         self.steps = 0
+        self._counted, self._again = set(), False
 
     def take(self, world: World, counts: bool) -> dict[str, float]:
         """The means over all ranks, the same for real and virtual ones; sums begin anew. `counts`: has this process numbers?"""

@@ -4,8 +4,9 @@ A pass over a few samples takes the device less time than the host needs to laun
 figures and gradients are copied around it, and the exchange launches some ten kernels for each rank. In one graph there is one
 launch in a step, and no copies: each rank's batch, and what is made of it, have places of their own.
 
-It is taken where every step launches the same: no noise, no error feedback, no top-k on the wire; and where passes draw nothing
-(dropout), as there can be no seed for each rank. Of large batches launches take no time, and the graph would hold much memory.
+It is taken where every step launches the same: no noise, no error feedback, no top-k on the wire; where each pass is taken once
+in a step; and where passes draw nothing (dropout), as there can be no seed for each rank. Of large batches launches take no
+time, and the graph would hold much memory.
 """
 
 import math
@@ -28,7 +29,7 @@ def suits_ranks_graph(exchange: Exchange, batch: int, shape: Sequence[int]) -> b
     """`shape` is a sample's. (Whether passes draw is known after the first.)"""
     if not isinstance(exchange, VirtualRanks) or not 1 < len(exchange.ranks) <= RANKS:
         return False
-    return batch % len(exchange.ranks) == 0 and batch * math.prod(shape) <= ELEMENTS and exchange.steady
+    return batch * math.prod(shape) <= ELEMENTS and exchange.steady
 
 
 class RanksGraph:

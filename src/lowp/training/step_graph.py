@@ -109,13 +109,13 @@ class StepGraph:
             keys = nullcontext() if self._keyed_by is None else self._keyed_by.recording()
             with keys, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads work on
                 self._backward_here(*self._batch)
-        except RuntimeError as error:
+        except Exception as error:  # the same code has just run: what fails is its recording, whatever a model's error is named
             torch.cuda.set_stream(stream)  # where a recording fails, torch leaves its stream the current one
             self._failed, self._batch = True, None
             for parameter in self._parameters:
                 parameter.grad = None
             reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"steps are launched one kernel at a time, since they could not be recorded: {reason}", stacklevel=2)
+            warnings.warn(f"steps are launched in more pieces, since they could not be recorded as one: {reason}", stacklevel=2)
             return False
         finally:
             if collecting:

@@ -262,6 +262,7 @@ class Trainer:
     def _gradients(self, rank: int, last: Callable[[], None]) -> None:
         recipe = self.recipe
         self.numerics.begin(self.step, rank)
+        self._metrics.begin(rank)
         for parameter in self.parameters.values():
             parameter.grad = None
         self.clock.enter(INPUT)
@@ -349,7 +350,7 @@ class Trainer:
         self.numerics.observe(self.parameters)
         self.clock.step_done()
         self.step += 1
-        self._metrics.steps += 1
+        self._metrics.step_done()
 
     def confirm(self) -> None:
         """Before anything that the last step has made is used. Raises NonFiniteGradient if its gradients were not finite, with

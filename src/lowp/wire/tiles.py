@@ -14,12 +14,11 @@ from torch import Tensor
 from lowp.formats import BlockFormat, Format
 from lowp.formats.floats import FP32
 from lowp.tensor import block_steps
-from lowp.tensor import grid as grids
 from lowp.tensor.backend import backend_of
 from lowp.tensor.block_programs import BlockProgram, block_program
 from lowp.tensor.carrier import F32
 from lowp.tensor.core import code_storage, decode_operation, encode_operation
-from lowp.tensor.lists import byte_codes, four_bits
+from lowp.tensor.lists import four_bits
 from lowp.tensor.lists.parts import LANES, LAYER, Stream
 from lowp.tensor.lists.tracing import shortcut
 from lowp.tensor.noise import KEY_SIZE
@@ -273,7 +272,7 @@ def _stored_blocks(
         most = largest.view(torch.float32)
         tensor_scale = program.tensor_scale(most if factor is None else most * factor)
     blocks = _blocks_of(shape, x)
-    if tensor_scale is None and four_bits.suits(shape.element, x[0]):
+    if program.fmt.power_of_two_scale and four_bits.suits(shape.element, x[0]):
         scales = [program.scale(most) for most, _ in blocks]
         stored = _four_bits([program.inverse(scale) for scale in scales], blocks)
     elif tensor_scale is not None and near_one and program.suits_about and four_bits.suits(shape.element, x[0]):
@@ -316,7 +315,7 @@ def _four_bits(factors: Sequence[Tensor], blocks: _Blocks) -> list[Tensor]:
 
 def _four_bits_about(program: BlockProgram, shape: TileShape, blocks: _Blocks, tensor_scale: Tensor) -> _Stored:
     """e2m1fn with other scales, on CUDA: quotients with some 20 bits; where that leaves a code in doubt, exact ones."""
-    about = [_scale_about(program, most, tensor_scale) for most, _ in blocks]
+    about = [program.scale_about(most, tensor_scale) for most, _ in blocks]
     factors = [program.inverse_about(scale, tensor_scale) for scale, _ in about]
     pairs = _pairs_with(factors, [mine for _, mine in blocks])
     found = [*(four_bits.to_bytes_about(*pair) for pair in pairs), *about]
@@ -326,13 +325,6 @@ def _four_bits_about(program: BlockProgram, shape: TileShape, blocks: _Blocks, t
         for (code, unsure), known in zip(found, [*stored, *scales], strict=True)
     ]
     return chosen[: len(stored)], chosen[len(stored) :]
-
-
-def _scale_about(program: BlockProgram, most: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
-    if not grids.converts(most, program.scale_grid):
-        return program.scale_about(most, tensor_scale)
-    code, unsure = byte_codes.e4m3_about(program.quotient_about(most, tensor_scale))
-    return code.clamp(min=1), unsure
 
 
 def _pairs(vectors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -10,20 +10,18 @@ from lowp.formats import Format
 from lowp.formats.floats import E2M1FN, E4M3FN
 from lowp.tensor.backend import backend_of
 from lowp.tensor.carrier import F32
-from lowp.tensor.lists.four_bits import constants, doubt, gathered, ranks, unit
+from lowp.tensor.lists.four_bits import TOLERANCE, UNIT, constants, doubt, gathered, ranks
 from lowp.tensor.lists.tracing import Statement, record
 from lowp.tensor.table import bits_of_number
 
 FOUR, FOUR_DOUBT, EIGHT, FINITE_EIGHT, ABOUT = "e2m1_codes", "e2m1_doubts", "e4m3_codes", "e4m3_finite_codes", "e4m3_about"
 OPERATIONS = (FOUR, FOUR_DOUBT, EIGHT, FINITE_EIGHT, ABOUT)
 
-_TOLERANCE = 2.0**-21
-
 
 def suits(fmt: Format, numbers: Tensor) -> bool:
     """Is what runs now being printed for CUDA, for a chip that can, and is this one of the formats?"""
     backend = backend_of(numbers)
-    return backend.assembly and (fmt == E2M1FN or (fmt == E4M3FN and backend.converts))
+    return (fmt == E2M1FN and backend.halves) or (fmt == E4M3FN and backend.converts)
 
 
 def codes(fmt: Format, x: Tensor, factor: Tensor, sign: Tensor, saturate: bool) -> Tensor:
@@ -32,7 +30,7 @@ def codes(fmt: Format, x: Tensor, factor: Tensor, sign: Tensor, saturate: bool) 
     Infinities become e4m3fn's NaN, or what is too large (`saturate`).
     """
     if fmt == E2M1FN:
-        return record(FOUR, torch.int8, x, factor * unit(), sign)
+        return record(FOUR, torch.int8, x, factor * UNIT, sign)
     return record(EIGHT if saturate else FINITE_EIGHT, torch.int8, x, factor, sign)
 
 
@@ -41,7 +39,7 @@ def codes_about(x: Tensor, factor: Tensor, sign: Tensor) -> tuple[Tensor, Tensor
 
     The factor's error may be that of `four_bits.to_bytes_about`'s, and the tolerance is the same.
     """
-    least, most = (factor * (unit() * (1 + t)) for t in (-_TOLERANCE, _TOLERANCE))
+    least, most = (factor * (UNIT * (1 + t)) for t in (-TOLERANCE, TOLERANCE))
     return record(FOUR, torch.int8, x, most, sign), record(FOUR_DOUBT, torch.int32, x, least, most) != 0
 
 
@@ -101,7 +99,7 @@ def _eight(finite: bool) -> str:
 
 def _about() -> str:
     """The number $1 to its code in e4m3fn; with more bits above it, where others within the tolerance have another."""
-    low, high = (f"0f{bits_of_number(1 + t, F32):08X}" for t in (-_TOLERANCE, _TOLERANCE))
+    low, high = (f"0f{bits_of_number(1 + t, F32):08X}" for t in (-TOLERANCE, TOLERANCE))
     lines = [
         ".reg .f32 low, high",
         ".reg .b16 pair",

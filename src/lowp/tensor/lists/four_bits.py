@@ -33,18 +33,16 @@ from lowp.tensor.table import bits_of_number
 BYTES, ALL_BYTES, ABOUT, DOUBT, LOW, HIGH = "e2m1_bytes", "e2m1_all_bytes", "e2m1_about", "e2m1_doubt", "e2m1_low", "e2m1_high"
 OPERATIONS = (BYTES, ALL_BYTES, ABOUT, DOUBT, LOW, HIGH)
 
-_UNIT = 2.0**-14 * (1 + 2.0**-9)
-_TOLERANCE = 2.0**-21
+UNIT = 2.0**-14 * (1 + 2.0**-9)
+"""What numbers are multiplied by for `ranks`, beside what they are multiplied by to be elements."""
+
+TOLERANCE = 2.0**-21
+"""Of products and quotients in float32: those that would be others with so much more or less are in doubt."""
 
 
 def suits(fmt: Format, numbers: Tensor) -> bool:
-    """Is what runs now being printed for CUDA, and is this the format?"""
-    return fmt == E2M1FN and backend_of(numbers).assembly
-
-
-def unit() -> float:
-    """What numbers are multiplied by for `ranks`, beside what they are multiplied by to be elements."""
-    return _UNIT
+    """Is what runs now being printed for CUDA, for a chip that can, and is this the format?"""
+    return fmt == E2M1FN and backend_of(numbers).halves
 
 
 def to_bytes(low: Tensor, high: Tensor, *factors: Tensor) -> Tensor:
@@ -54,7 +52,7 @@ def to_bytes(low: Tensor, high: Tensor, *factors: Tensor) -> Tensor:
     """
     if not factors:
         return record(ALL_BYTES, torch.int8, low, high)
-    return record(BYTES, torch.int8, low, high, *(factor * _UNIT for factor in factors))
+    return record(BYTES, torch.int8, low, high, *(factor * UNIT for factor in factors))
 
 
 def to_bytes_about(low: Tensor, high: Tensor, low_factor: Tensor, high_factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +61,7 @@ def to_bytes_about(low: Tensor, high: Tensor, low_factor: Tensor, high_factor: T
     Three roundings to float32 make an error of up to 3 * 2^-23 of it. The ranks of products that are less by 2^-21, and more,
     are equal where there is no doubt.
     """
-    least, most = ([factor * (_UNIT * (1 + t)) for factor in (low_factor, high_factor)] for t in (-_TOLERANCE, _TOLERANCE))
+    least, most = ([factor * (UNIT * (1 + t)) for factor in (low_factor, high_factor)] for t in (-TOLERANCE, TOLERANCE))
     doubt = record(DOUBT, torch.int32, low, high, *least, *most)
     return record(ABOUT, torch.int8, low, high, *most), doubt != 0
 
@@ -99,7 +97,7 @@ def ranks(first: int, factors: int | None, name: str, count: int = 8) -> list[st
     z is in `{name}z0` and so on, each of two numbers; in `{name}0` and so on are words of 16 bits that end with a rank less 4.
     """
     registers = ", ".join(f"{name}{i}, {name}z{i}" for i in range(count // 2))
-    lines, unit = [f".reg .b32 {registers}"], f"0f{bits_of_number(_UNIT, F32):08X}"
+    lines, unit = [f".reg .b32 {registers}"], f"0f{bits_of_number(UNIT, F32):08X}"
     for i in range(count // 2):
         z, rank = f"{name}z{i}", f"{name}{i}"
         lines += [

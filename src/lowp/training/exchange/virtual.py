@@ -52,8 +52,8 @@ class VirtualRanks:
 
     @property
     def steady(self) -> bool:
-        """Does `add` launch the same in every step?"""
-        return self._exchange.steady
+        """Does `add` launch the same in every step, and ask for each rank's gradients once?"""
+        return self._exchange.steady and (self._fits or not self._exchange.asks_twice)
 
     def _begin_step(self) -> None:
         example = next(iter(self._parameters.values()))
