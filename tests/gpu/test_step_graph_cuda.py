@@ -1,13 +1,16 @@
 """Steps of `lowp train` that are recorded in a CUDA graph compute what the same steps do without one."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 
+import lowp
 from lowp.lab.settings import plan_of_study
 from lowp.lab.study import read_study
 from lowp.training.cuda_settings import cuda_settings
+from lowp.training.exchange.virtual import VirtualRanks
 from lowp.training.recipe import Recipe
 from lowp.training.run import run
 from lowp.training.step_graph import EAGER_STEPS, StepGraph
@@ -35,7 +38,7 @@ PRECISIONS = {
 APS = {"format": "e5m2", "scale": "aps", "reduction": "sequential"}
 
 
-def trained(recipe, plain, steps, monkeypatch, data=None, epoch=0):
+def trained(recipe, plain, steps, monkeypatch, data=None, epoch=0, resumed_at=None):
     """Weights, figures and what is remembered after some steps; and what was recorded. `epoch`: so many steps are one."""
     with monkeypatch.context() as patch:
         if plain:
@@ -45,6 +48,8 @@ def trained(recipe, plain, steps, monkeypatch, data=None, epoch=0):
             trainer = Trainer(recipe, world, data)
             with cuda_settings(recipe, world.device):
                 for step in range(steps):
+                    if step == resumed_at:
+                        trainer = resumed(trainer, recipe, world, data)
                     if epoch and step % epoch == 0:
                         if step:
                             trainer.numerics.epoch_ends()
@@ -59,6 +64,16 @@ def trained(recipe, plain, steps, monkeypatch, data=None, epoch=0):
         finally:
             trainer.close()
             world.leave()
+
+
+def resumed(trainer, recipe, world, data):
+    """Another trainer, with the states that this one saves."""
+    trainer.confirm()
+    saved = copy.deepcopy((trainer.state(), trainer.state_of_ranks()))
+    trainer.close()
+    new = Trainer(recipe, world, data)
+    new.load_state(*saved)
+    return new
 
 
 def check_the_same(recipe, steps, monkeypatch, recorded, **more):
@@ -158,10 +173,97 @@ def test_stochastic_wires_are_not_recorded_with_their_step(monkeypatch):
     check_the_same(recipe_of("cnn", ranks=4, wire=wire), 6, monkeypatch, PASS)
 
 
+FIXED = dict.fromkeys(("weights", "activations", "errors", "gradients"), "fixed7.8")
+
+
 def test_fixed_point_is_drawn_anew_in_every_step_and_rank(monkeypatch):
-    told = dict.fromkeys(("weights", "activations", "errors", "gradients"), "fixed7.8")
-    recipe = recipe_of("cnn", ranks=4, wire=APS, rounding="stochastic", loss_scale=128.0, **told)
+    recipe = recipe_of("cnn", ranks=4, wire=APS, rounding="stochastic", loss_scale=128.0, **FIXED)
     check_the_same(recipe, 6, monkeypatch, PASS)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "recorded"),
+    [
+        (recipe_of("cnn", ranks=4, wire=APS, activations="bf16"), STEP),
+        (recipe_of("cnn", ranks=2, rounding="stochastic", loss_scale=128.0, **FIXED), PASS),
+        (recipe_of("mlp", ranks=4, wire=APS | {"scale": "aps_delayed"}), PASS),
+    ],
+    ids=["step", "stochastic", "delayed"],
+)
+def test_a_resumed_run_goes_on_with_the_same_bits(recipe, recorded, monkeypatch):
+    whole, halves = (trained(recipe, False, 14, monkeypatch, resumed_at=at) for at in (None, 7))
+    assert (whole[2], halves[2]) == (recorded, recorded)
+    assert whole[1][:2] == halves[1][:2]
+    assert all(torch.equal(a, b) for a, b in zip(whole[0], halves[0], strict=True))
+
+
+def test_gradients_asked_for_twice(monkeypatch):
+    """Where memory does not hold all ranks' gradients, aps has each pass taken twice, and the figures count it once."""
+    recipe = recipe_of("cnn", ranks=4, wire=APS)
+    expected = trained(recipe, True, 8, monkeypatch)
+    monkeypatch.setattr(VirtualRanks, "_fits", False)
+    twice = trained(recipe, False, 8, monkeypatch)
+    assert twice[2] == PASS
+    assert twice[1] == expected[1]
+    assert all(torch.equal(a, b) for a, b in zip(twice[0], expected[0], strict=True))
+
+
+def confirmed_step(trainer):
+    trainer.train_step()
+    trainer.confirm()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_recorded_step_that_is_not_finite_is_undone(ranks, monkeypatch):
+    """A weight is NaN for a step; afterwards training goes on as if there had been none."""
+
+    def after(plain):
+        recipe = recipe_of("resnet18", ranks=ranks, wire=APS if ranks > 1 else None)
+        with monkeypatch.context() as patch:
+            if plain:
+                patch.setattr(Trainer, "_may_be_recorded", lambda self: False)
+            world = World.join("cuda", threads=0)
+            try:
+                trainer = Trainer(recipe, world, None)
+                with cuda_settings(recipe, world.device):
+                    for _ in range(6):
+                        trainer.train_step()
+                    trainer.confirm()
+                    weight = next(iter(trainer.parameters.values()))
+                    good = weight.detach().clone()
+                    with torch.no_grad():
+                        weight.fill_(float("nan"))
+                    with pytest.raises(lowp.NonFiniteGradient):
+                        confirmed_step(trainer)
+                    assert trainer.step == 6
+                    with torch.no_grad():
+                        weight.copy_(good)
+                    for _ in range(2):
+                        trainer.train_step()
+                trainer.confirm()
+                assert (trainer._graph is None and trainer._ranks_graph is None) == plain
+                return [p.detach().cpu() for p in trainer.model.state_dict().values()], trainer.take_metrics()
+            finally:
+                trainer.close()
+                world.leave()
+
+    plain, recorded = after(True), after(False)
+    assert plain[1] == recorded[1]
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], recorded[0], strict=True))
+
+
+def test_the_audit_of_a_run_that_is_recorded(tmp_path):
+    recipe = recipe_of("cnn", **PRECISIONS["pure fp16"], audit=True)
+    run(recipe, tmp_path / "run", quiet=True)
+
+
+def test_dropout_between_recurrent_layers_is_drawn_by_seed(text, monkeypatch):
+    recipe = Recipe(
+        name="graph", seed=3, epochs=1, batch=8, device="cuda", deterministic=True,
+        model={"name": "lstm", "options": {"width": 32, "dropout": 0.3}}, data={"name": "shakespeare", "context": 16},
+        optimizer={"name": "sgd", "lr": 0.5},
+    )  # fmt: skip
+    check_the_same(recipe, 8, monkeypatch, PASS, data=text)
 
 
 def test_a_run(tmp_path):
