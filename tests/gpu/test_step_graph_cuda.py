@@ -253,6 +253,7 @@ def test_a_recorded_step_that_is_not_finite_is_undone(ranks, monkeypatch):
 
 
 def test_the_audit_of_a_run_that_is_recorded(tmp_path):
+    lowp.set_kernel_policy("auto")
     recipe = recipe_of("cnn", **PRECISIONS["pure fp16"], audit=True)
     run(recipe, tmp_path / "run", quiet=True)
 
@@ -300,7 +301,7 @@ def test_the_first_passes_of_a_process_choose_what_the_recorded_one_needs(monkey
 
 
 def test_a_pass_that_cannot_be_recorded_goes_on_without_a_graph():
-    """A pass that waits for the device ends its recording, and nothing else."""
+    """A pass that waits for the device ends its recording, and nothing else: what draws, draws as before."""
     model = torch.nn.Linear(5, 3).cuda()
     x, y = torch.randn(4, 5, device="cuda"), torch.randint(3, (4,), device="cuda")
     backward = pass_of(model, lambda: x.sum().item())
@@ -311,6 +312,11 @@ def test_a_pass_that_cannot_be_recorded_goes_on_without_a_graph():
     with pytest.warns(UserWarning, match="could not be recorded"):
         assert not graph.run(x, y)
     assert torch.cuda.current_stream() == before
+    torch.manual_seed(5)
+    drawn = torch.rand(1000, device="cuda")
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(1000, device="cuda"), drawn)
+    assert not torch.equal(torch.rand(1000, device="cuda"), drawn)
     assert not graph.run(x, y)
     backward(x, y)
     expected = torch.nn.Linear(5, 3)

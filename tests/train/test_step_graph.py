@@ -11,6 +11,20 @@ from lowp.training.plugins import PluginError
 from lowp.training.step_graph import EAGER_STEPS, StepGraph
 
 
+class GeneratorOfDevice:
+    """Stands for the generator of a CUDA device, of which a recording that fails leaves `state` unusable."""
+
+    def __init__(self):
+        self.state = torch.Generator().manual_seed(3)
+
+    def get_state(self):
+        return self.state.get_state()
+
+    def graphsafe_set_state(self, state):
+        assert state is not self.state
+        self.state = state
+
+
 class Replays:
     """Stands for a CUDA graph."""
 
@@ -69,18 +83,20 @@ def test_a_recording_that_fails_is_said_and_undone(kind, monkeypatch):
         streams.append("of the recording")
         yield
 
-    streams, passes = ["before"], []
+    streams, passes, generator = ["before"], [], GeneratorOfDevice()
     for name, stands_in in {
         "CUDAGraph": object,
         "graph": recording,
         "current_stream": lambda: streams[-1],
         "set_stream": streams.append,
+        "default_generators": {None: generator},
     }.items():
         monkeypatch.setattr(torch.cuda, name, stands_in)
 
     def backward(inputs, targets):
         passes.append(len(inputs))
         if len(passes) > EAGER_STEPS:
+            torch.rand(5, generator=generator.state)  # drawn while it is recorded: not drawn
             raise kind("out of memory")
 
     graph, x, y = StepGraph(backward, []), torch.randn(4, 2), torch.zeros(4)
@@ -88,6 +104,7 @@ def test_a_recording_that_fails_is_said_and_undone(kind, monkeypatch):
     with pytest.warns(UserWarning, match="could not be recorded as one: out of memory"):
         assert not graph.run(x, y)
     assert streams == ["before", "of the recording", "before"]
+    assert torch.equal(torch.rand(9, generator=generator.state), torch.rand(9, generator=torch.Generator().manual_seed(3)))
     assert gc.isenabled()
     assert not graph.run(x, y)
     assert len(passes) == EAGER_STEPS + 1

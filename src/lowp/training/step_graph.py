@@ -104,13 +104,18 @@ class StepGraph:
         for parameter in self._parameters:
             parameter.grad = None
         graph, stream, collecting = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
+        generator = torch.cuda.default_generators[inputs.device.index]
+        drawn = generator.get_state()
         gc.disable()
         try:
             keys = nullcontext() if self._keyed_by is None else self._keyed_by.recording()
             with keys, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads work on
                 self._backward_here(*self._batch)
         except Exception as error:  # the same code has just run: what fails is its recording, whatever a model's error is named
-            torch.cuda.set_stream(stream)  # where a recording fails, torch leaves its stream the current one
+            torch.cuda.set_stream(stream)  # where a recording fails, torch leaves its stream the current one,
+            unused = torch.Generator(inputs.device)  # and the generator's own state as if it still recorded
+            unused.set_state(drawn)
+            generator.graphsafe_set_state(unused)
             self._failed, self._batch = True, None
             for parameter in self._parameters:
                 parameter.grad = None

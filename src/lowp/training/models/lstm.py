@@ -10,26 +10,29 @@ from lowp.training.models.shapes import text_length
 
 
 def lstm(shape: tuple[int, ...], classes: int, *, width: int = 256, layers: int = 2, dropout: float = 0.0) -> nn.Module:
-    """`classes` is the size of the vocabulary; `dropout` is between the layers, and before the last one."""
+    """`classes` is the size of the vocabulary; `dropout` follows each LSTM layer."""
     text_length(shape, "lstm")
     return Lstm(classes, width, layers, dropout)
 
 
 class Lstm(nn.Module):
+    """Layers are modules of their own: dropout between those of one `nn.LSTM` is drawn by cuDNN, which no seed of a step
+    reaches, and which cannot be recorded in a CUDA graph."""
+
     def __init__(self, vocabulary: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        between = dropout if layers > 1 else 0.0  # torch warns of dropout between the layers of one
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True, dropout=between)
+        self.lstm = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (batch, time, vocabulary) of the character after each of `tokens` (batch, time)."""
-        embedded = self.embedding(tokens)
-        with _without_hidden_fp32(embedded):
-            states, _ = self.lstm(embedded)
-        return self.head(self.dropout(states))
+        states = self.embedding(tokens)
+        with _without_hidden_fp32(states):
+            for layer in self.lstm:
+                states = self.dropout(layer(states)[0])
+        return self.head(states)
 
 
 @contextmanager
