@@ -27,6 +27,7 @@ from lowp.lab.execution import Job, Outcome
 from lowp.lab.worker import PARENT
 
 GRACE = 60.0  # seconds that a worker has to finish its step and save
+IDLE_GRACE = 5.0  # and one without a run, to end: some of those that compiled do not end by themselves
 
 
 class Executor(Protocol):
@@ -189,7 +190,9 @@ class LocalPool:
     def close(self) -> None:
         for worker in self._workers.values():  # all at once: torch takes seconds to end, more on a GPU
             worker.give_no_more()
+        began = time.perf_counter()
         for worker in self._workers.values():
-            worker.close(GRACE if worker.job is not None else 10.0)
+            until = began + (IDLE_GRACE if worker.job is None else GRACE)
+            worker.close(max(0.0, until - time.perf_counter()))
         self._workers.clear()
         self._selector.close()
