@@ -12,6 +12,7 @@ from lowp.lab.study import read_study
 from lowp.training.cuda_settings import cuda_settings
 from lowp.training.exchange.virtual import VirtualRanks
 from lowp.training.recipe import Recipe
+from lowp.training.recording import Recording
 from lowp.training.run import run
 from lowp.training.step_graph import EAGER_STEPS, StepGraph
 from lowp.training.trainer import Trainer
@@ -42,7 +43,7 @@ def trained(recipe, plain, steps, monkeypatch, data=None, epoch=0, resumed_at=No
     """Weights, figures and what is remembered after some steps; and what was recorded. `epoch`: so many steps are one."""
     with monkeypatch.context() as patch:
         if plain:
-            patch.setattr(Trainer, "_may_be_recorded", lambda self: False)
+            patch.setattr(Recording, "_may_be_recorded", lambda self: False)
         world = World.join("cuda", threads=0)
         try:
             trainer = Trainer(recipe, world, data)
@@ -56,7 +57,8 @@ def trained(recipe, plain, steps, monkeypatch, data=None, epoch=0, resumed_at=No
                         trainer.numerics.epoch_begins(step // epoch)
                     trainer.train_step()
             trainer.confirm()
-            graphs = trainer._graph, None if trainer._ranks_graph is None else trainer._ranks_graph._graph
+            of_pass, of_ranks = trainer.recording.of_pass, trainer.recording.of_ranks
+            graphs = of_pass, None if of_ranks is None else of_ranks._graph
             recorded = [graph is not None and graph._graph is not None for graph in graphs]
             numbers = [p.detach().cpu() for p in trainer.model.state_dict().values()]
             remembered = str(trainer.numerics.state_dict()), trainer.exchange.bytes_sent()
@@ -221,7 +223,7 @@ def test_a_recorded_step_that_is_not_finite_is_undone(ranks, monkeypatch):
         recipe = recipe_of("resnet18", ranks=ranks, wire=APS if ranks > 1 else None)
         with monkeypatch.context() as patch:
             if plain:
-                patch.setattr(Trainer, "_may_be_recorded", lambda self: False)
+                patch.setattr(Recording, "_may_be_recorded", lambda self: False)
             world = World.join("cuda", threads=0)
             try:
                 trainer = Trainer(recipe, world, None)
@@ -241,7 +243,7 @@ def test_a_recorded_step_that_is_not_finite_is_undone(ranks, monkeypatch):
                     for _ in range(2):
                         trainer.train_step()
                 trainer.confirm()
-                assert (trainer._graph is None and trainer._ranks_graph is None) == plain
+                assert (trainer.recording.of_pass is None and trainer.recording.of_ranks is None) == plain
                 return [p.detach().cpu() for p in trainer.model.state_dict().values()], trainer.take_metrics()
             finally:
                 trainer.close()

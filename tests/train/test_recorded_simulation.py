@@ -70,7 +70,7 @@ class TakenAgain:
     """Does what StepGraph does with keys, without CUDA."""
 
     def __init__(self, trainer):
-        self._backward, self._keys, self.numbers = trainer._recorded, trainer.numerics.keyed_by, set()
+        self._backward, self._keys, self.numbers = trainer.recording._pass, trainer.numerics.keyed_by, set()
 
     def run(self, inputs, targets, number=None, step=0):
         if self._keys is not None:
@@ -90,7 +90,7 @@ def recorded_trainer_of(**told):
     trainer = trainer_of(**told)
     if trainer.numerics.simulation is not None:
         trainer.numerics.keyed_by = KeysInMemory()
-    trainer._graph = TakenAgain(trainer)
+    trainer.recording.of_pass = TakenAgain(trainer)
     return trainer
 
 
@@ -110,7 +110,10 @@ def test_keys_in_memory_round_as_those_of_the_host(row, ranks):
     if "stochastic" in str(ROWS[row]):
         assert recorded.numerics.keyed_by.places
     if row in ("promote", "switch"):
-        assert {number[1] for number in recorded._graph.numbers} == {1, recorded.numerics.number}  # formats changed once
+        assert {number[1] for number in recorded.recording.of_pass.numbers} == {
+            1,
+            recorded.numerics.number,
+        }  # formats changed once
     saved = [plain.numerics.state_dict(), recorded.numerics.state_dict()]
     assert str(saved[0]) == str(saved[1])
 

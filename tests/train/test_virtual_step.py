@@ -70,13 +70,13 @@ def test_autocast_casts_a_weight_once_a_step(passes):
 def test_shared_casts_change_no_bit(monkeypatch):
     """As with casts of its own for every micro-batch."""
     shared, own = (trainer_of(AUTOCAST, "virtual_ranks=4", "wire.format=e5m2") for _ in range(2))
-    backward = own._backward
+    backward = own.passes.backward
 
     def with_casts_of_its_own(*arguments):
         torch.clear_autocast_cache()
         return backward(*arguments)
 
-    monkeypatch.setattr(own, "_backward", with_casts_of_its_own)
+    monkeypatch.setattr(own.passes, "backward", with_casts_of_its_own)
     for _ in range(3):
         shared.train_step()
         own.train_step()
@@ -124,7 +124,7 @@ def test_passes_that_are_taken_twice_count_once(launched):
         trainer = trainer_of("virtual_ranks=2", "wire.format=e5m2", "wire.scale=aps", "wire.reduction=sequential")
         trainer.exchange._fits = fits
         if launched:
-            trainer._graph = ReplayedOnCpu(trainer._recorded, [*trainer.parameters.values()])
+            trainer.recording.of_pass = ReplayedOnCpu(trainer.recording._pass, [*trainer.parameters.values()])
         assert trainer.exchange.steady is fits  # else all ranks' passes are no graph
         trainer.train_step()
         trainer.train_step()
@@ -176,11 +176,11 @@ def test_ranks_that_share_a_graph_keep_their_gradients_and_figures(ranks, wire):
     """A launch writes to where the last one did: the ranks' gradients and figures must be taken before the next one."""
     changes = f"virtual_ranks={ranks}", AUTOCAST, "label_smoothing=0.1", *wire
     plain, launched = trainer_of(*changes), trainer_of(*changes)
-    launched._graph = ReplayedOnCpu(launched._recorded, [*launched.parameters.values()])
+    launched.recording.of_pass = ReplayedOnCpu(launched.recording._pass, [*launched.parameters.values()])
     for _ in range(3):
         plain.train_step()
         launched.train_step()
-    assert launched._graph.launches == 3 * ranks
+    assert launched.recording.of_pass.launches == 3 * ranks
     assert launched.take_metrics() == plain.take_metrics()
     states = zip(plain.model.state_dict().values(), launched.model.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in states)
@@ -191,8 +191,9 @@ class StepOnCpu:
 
     @staticmethod
     def in_place(trainer):
-        trainer._ranks_graph = trainer._graph_of_ranks()
-        trainer._ranks_graph._graph = graph = StepOnCpu(trainer._ranks_graph._take, trainer.parameters.values())
+        trainer.recording._make_graph_of_ranks()
+        of_ranks = trainer.recording.of_ranks
+        of_ranks._graph = graph = StepOnCpu(of_ranks._take, trainer.parameters.values())
         return graph
 
     def __init__(self, backward, parameters) -> None:
@@ -277,6 +278,6 @@ def test_which_exchanges_are_the_same_in_every_step(change, expected):
 def test_it_is_known_whether_passes_draw(model, expected):
     changes = [f"model.options.{name}={value}" for name, value in model.items()]
     trainer = Trainer(read_recipe("fp32", [*SMALL, "model.name=mlp", "virtual_ranks=2", *changes]), World(0, 1, CPU))
-    assert trainer._draws is None
+    assert trainer.recording.draws is None
     trainer.train_step()
-    assert trainer._draws is expected
+    assert trainer.recording.draws is expected

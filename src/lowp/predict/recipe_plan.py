@@ -47,7 +47,7 @@ class RecipeSubject(Subject):
 
     def forward(self, module: nn.Module | None = None, inputs: Any = None, targets: Any = None) -> Tensor:
         assert self.trainer is not None
-        with self.trainer._autocast():
+        with self.trainer.passes.autocast():
             return super().forward(module, inputs, targets)
 
 
@@ -66,11 +66,7 @@ def recipe_trainer(recipe: Recipe, device: torch.device, data: Path | None = Non
 def recipe_subject(recipe: Recipe, trainer: Trainer, rank: int = 0) -> RecipeSubject:
     """What one rank computes in a micro-batch."""
     inputs, targets = trainer.micro_batches(rank % recipe.shares)[0]
-
-    def loss(outputs: Any, targets: Tensor) -> Tensor:
-        return trainer._cross_entropy(outputs, targets, recipe.label_smoothing)
-
-    inputs = trainer._laid_out(inputs)
+    inputs, loss = trainer.passes.laid_out(inputs), trainer.passes.loss
     return RecipeSubject(model_name(recipe), trainer.model, inputs, loss, "", targets, trainer=trainer)
 
 

@@ -13,8 +13,7 @@ So the state is the weights, the optimizer's states, a few counters, and what th
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +25,25 @@ from lowp.optim.optimizer import LowPrecisionOptimizer
 from lowp.training.buffers import BufferCopies
 from lowp.training.check import check_model
 from lowp.training.data import open_data
-from lowp.training.data.base import Request
 from lowp.training.data.wrappers import chosen
 from lowp.training.divergence import DIVERGED
-from lowp.training.exchange import Exchange, NoExchange, Placed, VirtualRanks, exchange_for
+from lowp.training.evaluation import evaluate
+from lowp.training.exchange import Exchange, NoExchange, Placed, exchange_for
 from lowp.training.feed import Feed, steps_in_epoch
 from lowp.training.learning_rate import factor_of
-from lowp.training.loss import CrossEntropy
 from lowp.training.metrics import Metrics
 from lowp.training.models import MODELS, build_model
 from lowp.training.numerics import Numerics, stored_dtype, wire_settings
 from lowp.training.optimizers import by_torch, master_weights_for, optimizer_for
 from lowp.training.parallel import Placement, RealTeam, VirtualTeam, pipeline_model, split_model
-from lowp.training.plugins import blamed, is_plugin, load_plugin
-from lowp.training.randomness import has_drawn, seed_of, seed_torch
-from lowp.training.ranks_graph import RanksGraph, suits_ranks_graph
+from lowp.training.passes import Passes
+from lowp.training.plugins import is_plugin, load_plugin
+from lowp.training.randomness import seed_of, seed_torch
 from lowp.training.recipe import Recipe
+from lowp.training.recording import Recording
 from lowp.training.step_clock import COMPUTE, EXCHANGE, INPUT, UPDATE, StepClock
-from lowp.training.step_graph import StepGraph
 from lowp.training.update import ANSWER_LATER, CheckedUpdate, GatedUpdate, OptimizerStep
 from lowp.training.world import World
-
-TEST_SAMPLES = 1000  # in a test batch of images; fixed, so that a test's numbers do not depend on the ranks
-TEST_CHARACTERS = 16384  # in one of text
 
 
 class Trainer:
@@ -65,7 +60,7 @@ class Trainer:
             self.model = self.placement.module
         self.numerics = Numerics(recipe, self.model, world)
         if not self.parameters:
-            raise ValueError(f"{self._model_name} has no parameter that is trained")
+            raise ValueError(f"model {recipe.model.name!r} has no parameter that is trained")
         self.optimizer = optimizer_for(recipe, self.parameters)
         self.master = master_weights_for(recipe, self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -73,21 +68,24 @@ class Trainer:
         self.loss_scale = self._loss_scale()
         self.exchange = self._exchange()
         self._feed = Feed(recipe, self.data.train, self.exchange.ranks)
-        self._cross_entropy = CrossEntropy(recipe.model.name, recipe.data.name, self.data.classes)
-        self._forward = torch.compile(self.model) if recipe.model.compile else self.model
-        self._in_model = blamed(self._model_name)
         self._filter = load_plugin(recipe.data.filter, "data.filter") if recipe.data.filter else None
         self._metrics = Metrics(self.exchange.ranks, recipe.shares, device, lasting=self._all_ours())
+        self.passes = Passes(
+            recipe,
+            self.model,
+            self.data.classes,
+            device,
+            placement=self.placement,
+            numerics=self.numerics,
+            loss_scale=self.loss_scale,
+            metrics=self._metrics,
+        )
         self.clock = StepClock(device)
         self._answers_later = device.type in ANSWER_LATER and self._may_answer_later()
         self._update = self._make_update()
-        self._make_graphs()
+        self.recording = self._make_recording()
         buffers = BufferCopies(self.model)  # before the steps of even and of odd numbers
         self._buffers_before = buffers, BufferCopies(self.model) if self._answers_later else buffers
-
-    @property
-    def _model_name(self) -> str:
-        return f"model {self.recipe.model.name!r}"
 
     def _build_model(self) -> torch.nn.Module:
         settings = self.recipe.model
@@ -141,94 +139,11 @@ class Trainer:
         learns = self.loss_scale is not None or self.numerics.learns or self.master is not None
         return alone and not learns and self._filter is None and not self.recipe.log.health
 
-    def _may_be_recorded(self) -> bool:
-        """Is a rank's pass the same launches every time? Not where the host decides something in it, or looks at it; nor where
-        buckets travel while it goes on, as those of real ranks do."""
-        recipe, one_process = self.recipe, isinstance(self.exchange, (NoExchange, VirtualRanks)) and self.placement is None
-        by_layer = self.loss_scale is not None and self.loss_scale.kind == "per_layer"  # its exponents change in every step
-        compiles = recipe.model.compile and self.numerics.simulation is not None  # the keys of its noise are the host's
-        steady = not by_layer and not compiles and self.numerics.may_be_recorded and self._filter is None
-        ours = recipe.model.name in MODELS and recipe.micro_batches == 1 and not recipe.log.health
-        return self.world.device.type == "cuda" and one_process and steady and ours
-
-    def _make_graphs(self) -> None:
-        """Anew where states are loaded. Whether all ranks' passes of a step are one graph is decided after the first step."""
-        self._graph: StepGraph | None = None
-        self._ranks_graph: RanksGraph | None = None
-        self._draws: bool | None = None  # from torch's generators, in a pass; None: not known yet
-        if self._may_be_recorded() and not self._may_be_one_graph():
-            self._graph = self._graph_of_passes()
-
-    def _graph_of_passes(self) -> StepGraph:
-        return StepGraph(self._recorded, [*self.parameters.values()], self.numerics.keyed_by)
-
-    def _may_be_one_graph(self) -> bool:
-        return self.numerics.keyed_by is None and suits_ranks_graph(self.exchange, self.recipe.batch, self.data.shape)
-
-    def _graph_of_ranks(self) -> RanksGraph:
-        def take(rank: int, inputs: Tensor, targets: Tensor) -> None:
-            self._recorded(inputs, targets)
-            self._metrics.add_recorded(rank)
-
-        exchange, parameters = self.exchange, self.parameters.values()
-        assert isinstance(exchange, VirtualRanks)
-        return RanksGraph(exchange, self._feed, parameters, take, self._weights_cast_once)
-
-    def _all_launched(self) -> bool:
-        """Take all ranks' passes and their exchange by one graph. False: there is none, and nothing was done."""
-        graph, scale = self._ranks_graph, self.loss_scale
-        if graph is None:
-            return False
-        self.clock.enter(COMPUTE)
-        predictions = graph.run(self.step, None if scale is None else scale.value, self._laid_out)
-        if predictions is None:
-            self._graph, self._ranks_graph = self._graph_of_passes(), None
-            return False
-        if scale is not None:
-            scale.mark_scaled()
-        for rank, count in zip(self.exchange.ranks, predictions, strict=True):
-            self._metrics.add_samples(rank, count)
-        self.clock.enter(INPUT)
-        if self.step + 1 < self.steps:
-            graph.fetch(self.step + 1)
-        self.clock.enter(EXCHANGE)
-        return True
-
     def _reduce(self) -> None:
         """This step's gradients: the mean of all ranks."""
-        if self._all_launched():
-            return
-        first = self._draws is None
-        self.exchange.reduce(self._gradients)
-        if first and self._may_be_recorded() and self._may_be_one_graph():
-            if self._draws:
-                self._graph = self._graph_of_passes()
-            else:
-                self._ranks_graph = self._graph_of_ranks()
-
-    def _recorded(self, inputs: Tensor, targets: Tensor) -> None:
-        """A pass as the graph holds it. Of one rank, figures are added in it too: two launches fewer."""
-        with self.numerics.recorded():
-            with self._autocast():
-                logits = self._outputs(inputs)
-                loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
-            self._scaled(loss).backward()
-        self._metrics.record(loss.detach(), logits.detach(), targets)
-        if len(self.exchange.ranks) == 1:
-            self._metrics.add_recorded(0)
-
-    def _launched(self, inputs: Tensor, targets: Tensor, rank: int) -> bool:
-        """Take a pass by the graph. False: there is none, and nothing was done."""
-        scale = self.loss_scale
-        number = None if scale is None else scale.value, self.numerics.number
-        if self._graph is None or not self._graph.run(inputs, targets, number, self.numerics.moment):
-            return False
-        if scale is not None:
-            scale.mark_scaled()
-        if len(self.exchange.ranks) > 1:
-            self._metrics.add_recorded(rank)
-            self._graph.own_gradients()
-        return True
+        if not self.recording.launch_step(self.step, self.step + 1 == self.steps, self.clock):
+            self.exchange.reduce(self._gradients)
+            self.recording.step_taken()
 
     def _make_update(self) -> OptimizerStep:
         """Anew where states are loaded: it may hold copies of the old ones."""
@@ -237,6 +152,11 @@ class Trainer:
         world = None if self.placement is None else self.world
         later = self._answers_later and isinstance(self.optimizer, LowPrecisionOptimizer)
         return CheckedUpdate(self.optimizer, self.parameters, world=world, later=later)
+
+    def _make_recording(self) -> Recording:
+        return Recording(
+            self.recipe, self.world.device, self.data.shape, self.exchange, self._feed, self.passes, self.parameters.values()
+        )
 
     @cached_property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -269,57 +189,19 @@ class Trainer:
         batches = self.micro_batches(rank)
         self.clock.enter(COMPUTE)
         for micro, (inputs, targets) in enumerate(batches):
-            seed_torch(seed_of(recipe.seed, "forward", self.step, rank, micro), self.world.device)
+            seed = seed_of(recipe.seed, "forward", self.step, rank, micro)
+            seed_torch(seed, self.world.device)
             if self._filter is not None:
                 keep = self._filter(self.model, inputs, targets)
                 inputs, targets = chosen(keep, inputs, targets, recipe.data.filter)
             if micro == recipe.micro_batches - 1:
                 last()
-            inputs = self._laid_out(inputs)
-            if not self._launched(inputs, targets, rank) and targets.numel():
-                self._metrics.add_loss(rank, self._backward(inputs, targets, rank), 1 / recipe.micro_batches)
+            inputs = self.passes.laid_out(inputs)
+            if not self.recording.launch_pass(inputs, targets, rank) and targets.numel():
+                self._metrics.add_loss(rank, self.passes.backward(rank, inputs, targets), 1 / recipe.micro_batches)
             self._metrics.add_samples(rank, targets.numel())
-            if self._draws is None:
-                self._draws = has_drawn(seed_of(recipe.seed, "forward", self.step, rank, micro), self.world.device)
+            self.recording.pass_taken(seed)
         self.clock.enter(EXCHANGE)
-
-    def _backward(self, inputs: Tensor, targets: Tensor, rank: int) -> Tensor:
-        """Forward and backward of one micro-batch; its loss."""
-        if self.placement is not None:
-            return self.placement.forward_backward(inputs, targets, partial(self._loss, rank), self._scaled)
-        with self._autocast():
-            loss = self._loss(rank, self._outputs(inputs), targets)
-        self._scaled(loss).backward()
-        return loss.detach()
-
-    def _outputs(self, inputs: Tensor) -> Tensor:
-        """What the model makes of a batch; what goes wrong inside is the model's error, in one line."""
-        with self._in_model:
-            return self._forward(inputs)
-
-    def _loss(self, rank: int, logits: Tensor, targets: Tensor) -> Tensor:
-        loss = self._cross_entropy(logits, targets, self.recipe.label_smoothing)
-        self._metrics.add_predictions(rank, logits, targets)
-        return loss
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        share = loss / self.recipe.micro_batches if self.recipe.micro_batches > 1 else loss
-        return share if self.loss_scale is None else self.loss_scale.scale(share)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self.numerics.autocast
-        if dtype is None:
-            return nullcontext()
-        # What a graph makes is its own: weights that were cast in it must not be kept.
-        return torch.autocast(self.world.device.type, dtype, cache_enabled=self._graph is None)
-
-    def _weights_cast_once(self) -> AbstractContextManager[Any]:
-        """Around the passes of one step: autocast keeps the weights that it has cast until the outermost context ends, so that
-        all micro-batches and virtual ranks share them. It is switched off here, as backward passes are taken without it."""
-        return nullcontext() if self.numerics.autocast is None else torch.autocast(self.world.device.type, enabled=False)
-
-    def _laid_out(self, inputs: Tensor) -> Tensor:
-        return inputs.contiguous(memory_format=torch.channels_last) if self.recipe.model.channels_last else inputs
 
     def train_step(self) -> None:
         """One step. Raises NonFiniteGradient or LossScaleExhausted, on all ranks, with everything as before the step of the
@@ -333,7 +215,7 @@ class Trainer:
         try:
             try:
                 self.clock.enter(EXCHANGE)
-                with self._weights_cast_once():
+                with self.passes.of_one_step():
                     self._reduce()
             finally:
                 self._confirm()  # also where this step failed: the weights that it was given may be the cause
@@ -387,35 +269,13 @@ class Trainer:
         if self.placement is None:
             self.world.copy_from_first(self.model.buffers())
 
-    @torch.no_grad()
     def test(self) -> dict[str, float]:
-        """Loss and accuracy on the test split. Its batches are dealt out to the ranks, and added up in their order."""
+        """Loss and accuracy on the test split."""
         self.confirm()
         self.share_buffers()
         self.model.eval()
-        size = len(self.data.test)
-        length = TEST_SAMPLES if self.data.kind == "image" else max(1, TEST_CHARACTERS // self.data.shape[0])
-        starts = range(0, size, length)
         dealt = self.placement is None and self.world.ranks > 1
-        mine = [i for i in range(len(starts)) if not dealt or i % self.world.ranks == self.world.rank]
-        asked = (Request(torch.arange(starts[i], min(size, starts[i] + length)), ("test", i)) for i in mine)
-        table = torch.zeros(len(starts), 3, dtype=torch.float64)
-        for i, (inputs, targets) in zip(mine, self.data.test.stream(asked), strict=True):
-            self.numerics.begin(self.step, i)  # noise of a test batch is its own, whoever computes it
-            logits = self._predict(self._laid_out(inputs))
-            if self.recipe.test_flip:
-                logits = (logits + self._predict(self._laid_out(inputs.flip(-1)))) / 2
-            loss, correct = self._cross_entropy(logits, targets, 0.0), (logits.argmax(-1) == targets).sum()
-            table[i] = torch.tensor([float(loss) * targets.numel(), int(correct), targets.numel()], dtype=torch.float64)
-        total = self.world.sum(table) if dealt else table
-        losses, correct, predictions = (sum(column.tolist()) for column in total.unbind(1))
-        return {"loss": losses / predictions, "accuracy": correct / predictions}
-
-    def _predict(self, inputs: Tensor) -> Tensor:
-        if self.placement is not None:
-            return self.placement.evaluate(inputs)
-        with self._autocast():
-            return self._outputs(inputs)
+        return evaluate(self.passes, self.data, self.world, step=self.step, dealt=dealt, flip=self.recipe.test_flip)
 
     def state(self) -> dict[str, Any]:
         """What all ranks share."""
@@ -452,11 +312,11 @@ class Trainer:
         self.numerics.load_state_of_ranks(mine)
         self.exchange.load_state_of_rank(of_ranks)
         self._update = self._make_update()
-        self._make_graphs()
+        self.recording = self._make_recording()
         self._feed.forget()
 
     def close(self) -> None:
-        self._graph = self._ranks_graph = None
+        self.recording.forget()
         self.exchange.close()
 
 
