@@ -11,6 +11,7 @@ from lowp.formats import FORMATS, BlockFormat, Rounding, format
 from lowp.tensor import kernels
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import flat_triton
+from lowp.tensor.packing import BitStream
 
 # torch's compilers warn about themselves.
 pytestmark = [
@@ -43,6 +44,17 @@ def bits(tensor):
 
 def assert_same(on_gpu, on_cpu):
     assert torch.equal(bits(on_gpu), bits(on_cpu))
+
+
+@pytest.mark.parametrize("fmt", ["int2", "e2m0", "e2m1fn", "e3m1", "e2m3fn", "posit7"])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (3, 40_001), (1 << 20,), (20_000, 3)], ids=str)
+def test_packing(fmt, shape):
+    codes, size = torch.randint(0, 256, shape, dtype=torch.uint8), shape[-1]
+    packed = lowp.pack(codes, fmt)
+    kernels.set_kernel_policy("always")
+    assert torch.equal(lowp.pack(codes.cuda(), fmt).cpu(), packed)
+    assert torch.equal(lowp.unpack(packed.cuda(), fmt, size).cpu(), lowp.unpack(packed, fmt, size))
+    assert any(what == BitStream(lowp.format(fmt).bits) and where.type == "cuda" for what, where in kernels._state.kernels)
 
 
 def arguments(mode):

@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 import lowp
 from lowp.formats import CodebookFormat
+from lowp.tensor.kernels import built_kernel
+from lowp.tensor.lists.bit_stream import CppBitStream
+from lowp.tensor.packing import BitStream
 
 # One format of each width. No built-in format has a single bit: a codebook of two entries does.
 OF_WIDTH = {
@@ -112,6 +115,51 @@ def test_encode_packs_and_decode_unpacks(name, size):
     assert torch.equal(packed, lowp.pack(lowp.encode(x, name), name))
     assert packed.shape == (3, -(-size * lowp.format(name).bits // 8))
     assert torch.equal(lowp.decode(packed, name, size=size), lowp.quantize(x, name))
+
+
+@pytest.fixture
+def policy():
+    """`set_kernel_policy`; afterwards the policy is what it was."""
+    before = lowp.kernel_info()["policy"]
+    yield lowp.set_kernel_policy
+    lowp.set_kernel_policy(before)
+
+
+@pytest.mark.other_cpu
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("shape", [(1,), (9,), (3, 5), (2, 3, 1000), (3, 40_001), (1 << 18,), (4, 0), (20_000, 3)], ids=str)
+def test_kernels_pack_as_plain_operations_do(bits, shape, policy):
+    codes, size = torch.randint(0, 256, shape, dtype=torch.uint8), shape[-1]  # bits above a code are there, too
+    fmt = OF_WIDTH[bits]
+    policy("never")
+    packed = lowp.pack(codes, fmt)
+    unpacked = lowp.unpack(packed, fmt, size)
+    policy("always")
+    assert torch.equal(lowp.pack(codes, fmt), packed)
+    assert torch.equal(lowp.unpack(packed, fmt, size), unpacked)
+    kernel = built_kernel(BitStream(bits))
+    assert isinstance(kernel, CppBitStream)
+    if codes.numel():  # past its end, a kernel writes nothing
+        rows = codes.numel() // size
+        for name, source, expected in (("pack", codes, packed), ("unpack", packed, unpacked)):
+            room = torch.full((expected.numel() + 16,), 77, dtype=torch.uint8)
+            kernel(name, source, room, rows, size)
+            assert torch.equal(room[:-16], expected.flatten())
+            assert (room[-16:] == 77).all()
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+def test_a_compiled_function_packs(bits):
+    codes, fmt = codes_of(bits, 3, 11), OF_WIDTH[bits]
+    packed = torch.compile(lambda codes: lowp.pack(codes, str(fmt)), fullgraph=True)(codes)
+    assert torch.equal(packed, lowp.pack(codes, fmt))
+    assert torch.equal(torch.compile(lambda packed: lowp.unpack(packed, fmt, 11), fullgraph=True)(packed), codes)
+
+
+def test_packed_blocks_that_are_decoded_without_their_size():
+    packed = lowp.encode(torch.randn(4, 64), "mxfp4", pack=True)
+    with pytest.raises(ValueError, match="packed elements need size="):
+        lowp.decode(packed, "mxfp4")
 
 
 def test_vmap_packs_each_row():

@@ -212,7 +212,8 @@ def decode(codes: BlockCodes, fmt: BlockFormat, dtype: torch.dtype, size: int | 
     cut = _Cut.of(tuple(shape), axis, fmt.size)
     expected = (*cut.shape[: cut.axis], cut.count, *cut.shape[cut.axis + 1 :])
     if scales.shape != expected:
-        raise ValueError(f"{fmt} needs scales of shape {tuple(expected)} for these elements, not {tuple(scales.shape)}")
+        hint = "; packed elements need size=" if size is None and fmt.element.bits < 8 else ""
+        raise ValueError(f"{fmt} needs scales of shape {tuple(expected)} for these elements, not {tuple(scales.shape)}{hint}")
     if eager:
         done = block_kernels.decode(elements, scales, codes.tensor_scale, fmt, dtype, size, axis)
         if done is not None:

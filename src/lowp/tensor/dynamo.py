@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lowp.compat import constant_for_dynamo, let_dynamo_break_graphs
+from lowp.formats import AnyFormat, FormatLike
 
 _in_graph: list[Callable[..., Any]] = []
 
@@ -26,6 +27,16 @@ def teach_dynamo() -> bool:
     for function in _in_graph:
         torch.compiler.allow_in_graph(function)
     return True
+
+
+def format_text(format: FormatLike) -> str:
+    """A format's name, which a graph can hold."""
+    return format if isinstance(format, str) else _text(format)
+
+
+@constant_for_dynamo
+def _text(format: AnyFormat) -> str:
+    return str(format)
 
 
 def let_dynamo_fall_back() -> bool:

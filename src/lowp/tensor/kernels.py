@@ -220,6 +220,17 @@ def _room(dtype: torch.dtype, x: Tensor, out: Any, count: int) -> Tensor | None:
     return out if apart or (source == target and out.dtype is x.dtype) else None
 
 
+def must_be_visible(x: Tensor) -> bool:
+    """Must every operation be visible: to a compiler, a function transform, a dispatch mode or a tensor subclass?"""
+    return (
+        _is_compiling()
+        or type(x) not in (Tensor, Parameter)
+        or _modes() > 0
+        or _is_wrapped(x)
+        or x.device.type not in ("cpu", "cuda")
+    )
+
+
 def is_plain(x: Any, device: str = "cpu") -> bool:
     """Is it a tensor on such a device whose numbers lie in memory one after the other, and of which nothing must see
     operations?"""

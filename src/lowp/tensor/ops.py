@@ -20,7 +20,7 @@ from lowp.tensor import block, block_kernels, kernels
 from lowp.tensor.block import BlockCodes
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import Operation, apply_inline, code_dtype, decode_operation, encode_operation, quantize_operation
-from lowp.tensor.dynamo import in_graph, is_exporting, teach_dynamo
+from lowp.tensor.dynamo import format_text, in_graph, is_exporting, teach_dynamo
 from lowp.tensor.interchange import PAIRS, as_codes
 from lowp.tensor.memory import flat_memory, is_dense, laid_out_alike, storage_of
 from lowp.tensor.noise import Domain, Noise
@@ -61,7 +61,7 @@ def quantize(
     """
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
         as_node = not is_exporting()
-        return _write(out, _quantize_in_graph(x, _name(format), rounding, saturate, as_node, axis, *_seed_parts(seed)))
+        return _write(out, _quantize_in_graph(x, format_text(format), rounding, saturate, as_node, axis, *_seed_parts(seed)))
     call = ("quantize", format, rounding, saturate)
     if (ready := _ready(call, x, out, seed, axis)) is not None:
         return ready
@@ -71,7 +71,7 @@ def quantize(
         _check_out(out, x.shape, x.device, CARRIERS)
     _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
-        eager = not _must_be_visible(x)
+        eager = not kernels.must_be_visible(x)
         rounded = block.quantize(x.detach(), fmt, rounding, noise, saturate, axis, eager, out)
         if eager and out is None and axis == -1:
             block_kernels.remember(call, "quantize", fmt, x, rounding, saturate, "raise", False)
@@ -119,7 +119,7 @@ def encode(
     | "saturate" | the element's NaN  | the largest element of its sign | the same                |
     """
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
-        codes = _encode_in_graph(x, _name(format), rounding, saturate, nan, pack, axis, *_seed_parts(seed))
+        codes = _encode_in_graph(x, format_text(format), rounding, saturate, nan, pack, axis, *_seed_parts(seed))
         return BlockCodes(*codes) if isinstance(codes, tuple) else _write(out, codes)
     call = ("encode", format, rounding, saturate, nan, pack)
     if (ready := _ready(call, x, out, seed, axis)) is not None:
@@ -130,13 +130,13 @@ def encode(
         raise ValueError(f"unknown nan={nan!r}; it is 'raise', 'zero' or 'saturate'")
     _check_axis(axis, fmt)
     strict = nan == "raise" and not fmt.has_nan
-    if strict and (isinstance(fmt, BlockFormat) or _must_be_visible(x)):
+    if strict and (isinstance(fmt, BlockFormat) or kernels.must_be_visible(x)):
         _refuse_nan(x, fmt, infinities=isinstance(fmt, BlockFormat) and not fmt.has_inf and not saturate)
         strict = False
     if isinstance(fmt, BlockFormat):
         if out is not None:
             raise ValueError(f"{fmt} encodes to several tensors: out= is not for block formats")
-        eager = not _must_be_visible(x)
+        eager = not kernels.must_be_visible(x)
         codes = block.encode(x.detach(), fmt, rounding, noise, nan, pack, saturate, axis, eager)
         if eager and axis == -1 and (nan != "raise" or fmt.has_nan):  # else numbers must be looked at first, each time
             block_kernels.remember(call, "encode", fmt, x, rounding, saturate, nan, pack)
@@ -171,7 +171,7 @@ def decode(
         dtype = out.dtype
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
         return _write(
-            out, _decode_in_graph(tuple(codes) if isinstance(codes, tuple) else codes, _name(format), dtype, size, axis)
+            out, _decode_in_graph(tuple(codes) if isinstance(codes, tuple) else codes, format_text(format), dtype, size, axis)
         )
     call = ("decode", format, dtype)
     if size is None and (ready := _ready(call, codes, out, None, axis)) is not None:
@@ -184,7 +184,7 @@ def decode(
         raise TypeError(f"decode gives float64, float32, float16 or bfloat16, not {dtype}")
     _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
-        eager = isinstance(codes, tuple) and not _must_be_visible(codes[0])
+        eager = isinstance(codes, tuple) and not kernels.must_be_visible(codes[0])
         numbers = block.decode(codes, fmt, dtype, size, axis, eager)  # type: ignore[arg-type]  # it checks
         if eager and whole_bytes and codes[0].dtype not in PAIRS:
             block_kernels.remember(call, "decode", fmt, (codes, dtype), "nearest", True, "zero", False)
@@ -262,17 +262,6 @@ def _check_axis(axis: int, fmt: AnyFormat) -> None:
         raise ValueError(f"axis is for block formats; in {fmt} every number stands alone")
 
 
-def _must_be_visible(x: Tensor) -> bool:
-    """Must every operation be visible: to a compiler, a function transform, a dispatch mode or a tensor subclass?"""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
-        or compat.dispatch_mode_count() > 0
-        or compat.is_functorch_wrapped_tensor(x)
-        or x.device.type not in ("cpu", "cuda")
-    )
-
-
 def _write(out: Tensor | None, result: Tensor) -> Tensor:
     if out is None:
         return result
@@ -289,7 +278,7 @@ def _apply(
     strict: bool = False,
     call: tuple | None = None,
 ) -> Tensor:
-    if _must_be_visible(x):
+    if kernels.must_be_visible(x):
         return _write(out, apply_inline(operation, x.detach().view(storage_of(x.dtype)), noise).view(dtype))
     x = x.detach()
     if noise is not None:
@@ -343,16 +332,6 @@ def _decode_in_graph(codes: Any, format: str, dtype: torch.dtype, size: int | No
     return decode(BlockCodes(*codes) if isinstance(codes, tuple) else codes, format, dtype=dtype, size=size, axis=axis)
 
 
-def _name(format: FormatLike) -> str:
-    """A format's text, which a graph can hold."""
-    return format if isinstance(format, str) else _text(format)
-
-
-@compat.constant_for_dynamo
-def _text(format: AnyFormat) -> str:
-    return str(format)
-
-
 def _seed_parts(seed: Seed | None) -> tuple:
     """A seed as plain numbers and tensors, which a graph can hold."""
     return (seed.seed, seed.step, seed.stream, seed.offset, int(seed.domain)) if isinstance(seed, Noise) else (seed,)
@@ -404,7 +383,7 @@ def fake_quantize(
     """
     backward_rounding = backward_rounding or rounding
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
-        formats = [None if format is None else _name(format) for format in (forward, backward)]
+        formats = [None if format is None else format_text(format) for format in (forward, backward)]
         return _fake_quantize_in_graph(
             x, *formats, rounding, backward_rounding, saturate, not is_exporting(), *_seed_parts(seed)
         )

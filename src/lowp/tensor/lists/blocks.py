@@ -20,6 +20,7 @@ import torch
 from lowp.tensor.block_stages import BlockOperation
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.lists import cpp, drawing
+from lowp.tensor.lists.bit_stream import EIGHT_CODES
 from lowp.tensor.lists.preamble import SINGLES, preamble
 from lowp.tensor.lists.tracing import Program, Value, in_words
 from lowp.tensor.lists.vectors import SCALARS, TYPES, Printer, SinglePrinter
@@ -52,32 +53,6 @@ INLINE i32 largest_of_each(const i32* tops) {
     return HALVES(even_quarters, odd_quarters, t[0], t[1]);
 }
 #endif
-INLINE uint64_t low_bits(uint64_t bytes) {  // of eight bytes, one after the other
-#if defined(__BMI2__)
-    return _pext_u64(bytes, ((1ull << BITS) - 1) * 0x0101010101010101ull);
-#else
-    uint64_t r = 0; for (int i = 0; i < 8; i++) r |= (bytes >> 8 * i & ((1ull << BITS) - 1)) << BITS * i; return r;
-#endif
-}
-INLINE uint64_t in_bytes(uint64_t bits) {
-#if defined(__BMI2__)
-    return _pdep_u64(bits, ((1ull << BITS) - 1) * 0x0101010101010101ull);
-#else
-    uint64_t r = 0; for (int i = 0; i < 8; i++) r |= (bits >> BITS * i & ((1ull << BITS) - 1)) << 8 * i; return r;
-#endif
-}
-INLINE uint64_t load_bits(const uint8_t* p) {  // BITS bytes; the pieces meet in a register, not in memory
-    uint32_t low; uint16_t high;
-    if (BITS == 4) { memcpy(&low, p, 4); return low; }
-    if (BITS == 6) { memcpy(&low, p, 4); memcpy(&high, p + 4, 2); return low | (uint64_t)high << 32; }
-    uint64_t r = 0; for (int i = 0; i < BITS; i++) r |= (uint64_t)p[i] << 8 * i; return r;
-}
-INLINE void store_bits(uint8_t* p, uint64_t bits) {
-    const uint32_t low = bits; const uint16_t high = bits >> 32;
-    if (BITS == 4) memcpy(p, &low, 4);
-    else if (BITS == 6) { memcpy(p, &low, 4); memcpy(p + 4, &high, 2); }
-    else for (int i = 0; i < BITS; i++) p[i] = bits >> 8 * i;
-}
 #if LANES >= 8
 typedef uint64_t words __attribute__((vector_size(LANES)));
 INLINE void store_packed(uint8_t* p, i8 codes, long count) {
@@ -149,6 +124,7 @@ class _BlockSource:
         whole = self._tensor_scale(stages.pop("tensor_scale_of", []))
         lines = [
             f"#define BITS {min(fmt.element.bits, 8)}",
+            EIGHT_CODES,
             _HELPERS,
             *self._settled(),
             f'extern "C" int run({number}* numbers, {element}* elements, {scale}* scales, float* whole, const int32_t* key,',
