@@ -7,6 +7,7 @@ import torch
 from benchmarks.speed.measure import Candidate, Stage
 
 import lowp
+from lowp.tensor.packing import packed_size
 
 # The speed that each operation should reach, as a ratio to copy_, by family.
 BARS = {
@@ -70,9 +71,26 @@ def lowp_candidates(fmt: lowp.Format | lowp.BlockFormat, stage: Stage) -> Iterat
     yield Candidate("lowp", name, "stochastic", stochastic, 8, bars.get("stochastic"))
     yield Candidate("lowp", name, "decode", decode, 4 + code_bytes, bars.get("decode"))
     yield Candidate("lowp", name, "encode", encode, 4 + code_bytes, bars.get("encode"))
+    if fmt.bits < 8:
+        yield from _packed_candidates(fmt, nan, stage)
     if name == "e2m1fn":
         looking = Candidate("lowp", name, "encode, nan=raise", lambda n: lowp.encode(x[:n], fmt, out=codes[:n]), 5)
         yield looking
+
+
+def _packed_candidates(fmt: lowp.Format, nan: str, stage: Stage) -> Iterator[Candidate]:
+    """Codes in a bit stream, by two kernels: whole bytes are in memory between them, and are not counted."""
+    name, traffic = str(fmt), 4 + fmt.bits / 8
+    packed = torch.randint(0, 256, (packed_size(stage.size, fmt.bits),), device=stage.device).to(torch.uint8)
+
+    def encode(n: int) -> object:
+        return lowp.encode(stage.x[:n], fmt, nan=nan, pack=True)
+
+    def decode(n: int) -> object:
+        return lowp.decode(packed[: packed_size(n, fmt.bits)], fmt, size=n, out=stage.out[:n])
+
+    yield Candidate("lowp", name, "encode, packed", encode, traffic)
+    yield Candidate("lowp", name, "decode, packed", decode, traffic)
 
 
 def _block_candidates(fmt: lowp.BlockFormat, stage: Stage) -> Iterator[Candidate]:

@@ -31,7 +31,7 @@ class Candidate:
     format: str
     operation: str
     call: Callable[[int], object]
-    bytes: int = COPY_BYTES
+    bytes: float = COPY_BYTES
     bar: float | None = None  # the ratio to `copy_` that we want to reach
     unit: int = 1  # n must be a multiple: the rows of block formats
 
