@@ -23,6 +23,9 @@ from lowp.tensor.noise import Noise, in_one_block, key_tensor
 from lowp.tensor.packing import packed_size
 
 
+ROUNDINGS = ("nearest", "stochastic")  # for which there are kernels
+
+
 def quantize(
     x: Tensor, fmt: BlockFormat, rounding: str, noise: Noise | None, saturate: bool, axis: int, into: Tensor | None = None
 ) -> Tensor | None:
@@ -90,7 +93,8 @@ def remember(call: tuple, kind: str, fmt: BlockFormat, x: Any, rounding: str, sa
     """Let `kernels.run_ready` make this call from now on, with the last axis, if there is a kernel for it: of numbers x, or of
     codes (for decoding, `x` are these and the dtype)."""
     numbers, dtype = (x[0], x[1]) if kind == "decode" else (x, x.dtype)
-    program = block_program(fmt, "nearest", saturate, nan) if dtype in FORMAT_OF_DTYPE else None
+    has_kernel = dtype in FORMAT_OF_DTYPE and rounding in ROUNDINGS
+    program = block_program(fmt, "nearest", saturate, nan) if has_kernel else None
     if program is None:
         return
     operation = block_operation(kind, program, dtype, packed and fmt.element.bits < 8, rounding == "stochastic")
@@ -105,7 +109,7 @@ def remember(call: tuple, kind: str, fmt: BlockFormat, x: Any, rounding: str, sa
 
 def _rounds(x: Tensor, rounding: str, noise: Noise | None) -> bool:
     """Is there a kernel that rounds so, with one key for all elements?"""
-    return rounding == "nearest" or (rounding == "stochastic" and noise is not None and in_one_block(noise, x.numel()))
+    return rounding in ROUNDINGS and (noise is None or in_one_block(noise, x.numel()))
 
 
 def _drawn(x: Tensor, noise: Noise | None, axis: int) -> tuple[Tensor | None, int]:
