@@ -131,6 +131,9 @@ def storage_identity(tensor: Tensor) -> int:
     return getattr(storage, "_cdata", None) or storage.data_ptr()
 
 
+# Does torch.jit.trace record? Degrades to the public question, which takes twice as long.
+is_tracing: Any = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
+
 # Dispatch modes.
 dispatch_mode_count: Any = _found("torch._C._len_torch_dispatch_stack", "rounding eagerly")  # 0: no mode sees operations
 _MODE_KEYS: Any = getattr(torch._C, "_TorchDispatchModeKey", None)

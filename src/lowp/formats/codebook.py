@@ -39,6 +39,19 @@ class CodebookFormat(Format):
         if strange := [value for value in self.entries if not abs(value) <= _FLOAT32_MAX or _float32(value) != value]:
             raise ValueError(f"codebook {self.name!r} holds {strange[0]!r}; entries are finite float32 numbers")
 
+    def __eq__(self, other: object) -> bool:
+        """The same entries, signs of zeros included: 0.0 == -0.0, but their codes are two."""
+        if not isinstance(other, CodebookFormat):
+            return NotImplemented
+        return self.name == other.name and self._entry_bits == other._entry_bits
+
+    def __hash__(self) -> int:
+        return hash((self.name, self._entry_bits))
+
+    @cached_property
+    def _entry_bits(self) -> bytes:
+        return struct.pack(f"{len(self.entries)}d", *self.entries)
+
     @property
     def family(self) -> str:
         return "codebook"

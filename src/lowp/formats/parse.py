@@ -123,6 +123,14 @@ def format(text: FormatLike) -> AnyFormat:
     raise ValueError(f"unknown format {text!r}; {did_you_mean(text, _NAMED, shape)}")
 
 
+def text_of(fmt: AnyFormat) -> str:
+    """The text that `format` reads as this format: for what can hold only text. ValueError where it means another one, as that
+    of a codebook with the name of a registered format, or none."""
+    if format(text := str(fmt)) != fmt:
+        raise ValueError(f"{text!r} is the name of another format: give this one a name of its own")
+    return text
+
+
 def is_format(text: str) -> bool:
     """Does it name one?"""
     try:

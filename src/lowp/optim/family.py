@@ -11,7 +11,7 @@ what may change is looked at by functions that are mapped over lists, without a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, compress, repeat
 from operator import attrgetter, is_not, itemgetter
 from typing import Any
 
@@ -64,14 +64,29 @@ class Family:
         self.parameters = [m.parameter for m in members]
         self.sharded = any(is_sharded(p) for p in self.parameters)
         self._states = [m.state for m in members]
-        self._pointers = [m.placement.local.data_ptr() for m in members]
+        self._have_rows = [m.placement.local.dim() > 1 for m in members]
+        names = *layout.state_names, *(f"{layout.rule.states[i]}_bound" for i in layout.scaled)
+        self._tensors_of = [*map(itemgetter, names)]
+        self._found = self._places()
         self._chosen: dict[tuple[int, ...], Chosen] = {}
         self._everyone = tuple(range(len(members)))
 
     def moved(self) -> bool:
-        """Was a parameter given other memory (`p.data = ...`)?"""
-        parts = [m.placement.part_of(m.parameter) for m in self.members] if self.sharded else self.parameters
-        return [*map(Tensor.data_ptr, parts)] != self._pointers
+        """Was a parameter or a state given other memory, or another order in it (`p.data = ...`, `state["exp_avg"] = ...`)?"""
+        return self._places() != self._found
+
+    def _places(self) -> tuple[list[int], list[tuple[int, ...]]] | None:
+        """Where parameters and states are in memory, and how those with rows lie there; None: a state is missing."""
+        parts: list[Tensor] = self.parameters
+        try:
+            states = chain.from_iterable([map(tensor_of, self._states) for tensor_of in self._tensors_of])
+            tensors = [*parts, *states]
+        except KeyError:
+            return None
+        if self.sharded:
+            tensors = [*map(self.members[0].placement.part_of, tensors)]
+            parts = tensors[: len(parts)]
+        return [*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, compress(parts, self._have_rows))]
 
     def due(self) -> dict[int, "Chosen"]:
         """Members that have gradients, by the step that each of them takes now (mostly all of them the same)."""

@@ -6,7 +6,8 @@ gradients, at any time and without a word.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -17,9 +18,12 @@ from torch import Tensor
 from lowp.optim.arguments import own_name
 from lowp.optim.family import Family, Member
 from lowp.optim.kernels import Layout
-from lowp.optim.rules import Rule
 from lowp.optim.sharding import LocalParameter
 from lowp.optim.storing import LONGEST_BLOCK, begin, block_width
+
+# What of a group decides how its parameters are stored; and what decides rules and roundings, alike for all of a family.
+_STORING = "update", "state", "state_scale", "state_rounding"
+_UPDATING = "betas", "momentum", "dampening", "weight_decay", "nesterov", "clip"
 
 Groups = list[dict[str, Any]]
 States = dict[Tensor, dict[str, Any]]
@@ -33,8 +37,9 @@ class Families:
     params: list[list[Tensor]]
     outside: list[Tensor]  # had neither gradients nor states
     states: list[dict[str, Any]]  # all of the optimizer's
+    wishes: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # of each group, when it was looked at last
 
-    def still_hold(self, groups: Groups, states: States, rule_of: Callable[..., Rule]) -> bool:
+    def still_hold(self, groups: Groups, states: States, layout_of: Callable[..., Layout]) -> bool:
         """Has nothing changed since `gather`?"""
         return (
             len(groups) == len(self.params)
@@ -42,20 +47,32 @@ class Families:
             and all(p.grad is None for p in self.outside)
             and _are_same([*states.values()], self.states)
             and not any(family.moved() for family in self.all())
-            and not self._other_rules(groups, rule_of)
+            and not self._other_layouts(groups, layout_of)
         )
 
     def all(self) -> Iterator[Family]:
         return chain.from_iterable(self.by_group.values())
 
-    def _other_rules(self, groups: Groups, rule_of: Callable[..., Rule]) -> bool:
-        """Was something switched on or off in a group, such as momentum or decay?"""
+    def _other_layouts(self, groups: Groups, layout_of: Callable[..., Layout]) -> bool:
+        """Was something set in a group that decides how parameters are stored or rounded, such as momentum or betas? (Schedules
+        set these in every step.)"""
         for place, alike in self.by_group.items():
-            for each in alike:
-                first = each.members[0]
-                if rule_of(first.parameter, groups[place], first.name) != each.layout.rule:
+            group, known = groups[place], self.wishes.get(place)
+            wishes = _wishes(group, _STORING), _wishes(group, _UPDATING)
+            if wishes == known:
+                continue
+            everyone = known is None or wishes[0] != known[0]
+            for family in alike:
+                members = family.members if everyone else family.members[:1]
+                if any(layout_of(m.parameter, group, m.name, family.layout.gradient) != family.layout for m in members):
                     return True
+            self.wishes[place] = wishes
         return False
+
+
+def _wishes(group: dict[str, Any], keys: tuple[str, ...]) -> tuple[Any, ...]:
+    """As they are now: lists and dicts may be changed in place."""
+    return tuple([copy(wish) if isinstance(wish, (list, dict)) else wish for wish in map(group.get, keys)])
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:
@@ -89,8 +106,26 @@ def gather(groups: Groups, states: States, layout_of: Callable[..., Layout]) -> 
 def _member(parameter: Tensor, state: dict[str, Any], layout: Layout, number: int, name: str | None) -> Member:
     placement = LocalParameter(parameter)
     width = block_width(parameter.shape, LONGEST_BLOCK) if layout.blocked else 0
+    _fit(parameter, placement, state, layout, name)
     rest = [placement.part_of(state[key]) for key in layout.state_names]
     return Member(parameter, placement, number, name, state, rest, width)
+
+
+def _fit(parameter: Tensor, placement: LocalParameter, state: dict[str, Any], layout: Layout, name: str | None) -> None:
+    """Kernels go through memory: a state must be of the layout's dtype, and lie in memory as its parameter does now."""
+    local, dtypes = placement.local, [stored.dtype for stored in layout.states]
+    names = layout.state_names[: len(dtypes) + layout.update.compensated]
+    for i, (key, dtype) in enumerate(zip(names, [*dtypes, local.dtype], strict=False)):
+        part = placement.part_of(state[key])
+        if part.dtype != dtype:
+            raise ValueError(f"{key} of {name or 'a parameter'} is {part.dtype}: it cannot become {dtype} during a run")
+        if part.stride() != local.stride():
+            if i in layout.blocked:
+                raise ValueError(
+                    f"{name or 'a parameter'} lies in memory in another order than {key}, whose blocks have scales: "
+                    "convert the model before its first step"
+                )
+            state[key] = placement.like(torch.empty_like(local, dtype=part.dtype).copy_(part), parameter.shape)
 
 
 def _family(layout: Layout, members: list[Member]) -> Family:

@@ -137,7 +137,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _gather(self) -> Families:
         """All parameters that have gradients or states, by group and layout."""
-        if self._families is None or not self._families.still_hold(self.param_groups, self.state, self.rule):
+        if self._families is None or not self._families.still_hold(self.param_groups, self.state, self._layout):
             self._families = gather(self.param_groups, self.state, self._layout)
         return self._families
 

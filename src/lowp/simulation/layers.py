@@ -27,6 +27,7 @@ from lowp.compat import tree_flatten, tree_leaves, tree_unflatten
 from lowp.formats import BlockFormat, FormatLike
 from lowp.formats import format as parse_format
 from lowp.formats.floats import E8M0FNU
+from lowp.formats.parse import text_of
 from lowp.names import did_you_mean
 from lowp.simulation.accumulate import NarrowSums
 from lowp.simulation.products import Products, RoundedProducts
@@ -277,12 +278,13 @@ def plan_of(format: str | None, scale: Scale, what: str) -> Plan | None:
 def checked_format(name: FormatName, role: str) -> str | None:
     """The name of a format with room for the numbers of a role; None if the role is off."""
     fmt = parse_format(OFF if name is None else name)
-    if str(fmt) == OFF:
+    text = text_of(fmt)
+    if text == OFF:
         return None
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     if not element.signed or not element.has_zero:
         raise ValueError(f"{fmt} has no room for {role}: it holds no {'zero' if element.signed else 'negative numbers'}")
-    return str(fmt)
+    return text
 
 
 def checked_arithmetic(given: ArithmeticName) -> str | None:
@@ -291,15 +293,23 @@ def checked_arithmetic(given: ArithmeticName) -> str | None:
         return None
     if isinstance(given, str):
         given = Arithmetic.parse(given)
-    name = str(given if isinstance(given, Arithmetic) else Arithmetic(accumulate=given))
-    return None if name == OFF else name
+    given = given if isinstance(given, Arithmetic) else Arithmetic(accumulate=given)
+    for fmt in (given.sum_format, given.product_format):
+        if fmt is not None:
+            text_of(fmt)  # a layer keeps the name alone
+    return None if str(given) == OFF else str(given)
 
 
 def checked_products(given: ProductsName) -> str | None:
     """The name of what becomes of a layer's operands; None if they are left alone."""
     if given is None or given == OFF:
         return None
-    return str(given if isinstance(given, Products) else Products.parse(str(given)))
+    if not isinstance(given, (str, Products)):
+        given = text_of(parse_format(given))
+    given = given if isinstance(given, Products) else Products.parse(given)
+    for fmt in (given.format, given.errors):
+        text_of(fmt)  # type: ignore[arg-type]  # a layer keeps the name alone
+    return str(given)
 
 
 def checked_roles(formats: Mapping[str, Any], where: str) -> dict[str, str | None]:

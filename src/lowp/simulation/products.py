@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lowp.compat import dispatch_mode_count
 from lowp.formats import BlockFormat
 from lowp.formats import format as parse_format
 from lowp.names import did_you_mean
@@ -134,14 +135,22 @@ def _in_tiles(weight: Tensor, fmt: BlockFormat) -> Tensor:
     return back[:rows, :columns]
 
 
-@lru_cache(maxsize=32)
 def _rotation(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Hadamard's matrix over sqrt(size), behind random signs. One for all layers and steps, as the signs cost nothing then."""
-    matrix = torch.ones(1, 1)
+    # What is made in a mode (of fake tensors, say) is the mode's own.
+    make = _rotation_now if dispatch_mode_count() or torch.compiler.is_compiling() else _rotation_kept
+    return make(size, seed, dtype, device)
+
+
+def _rotation_now(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    matrix = torch.ones(1, 1, device="cpu")
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.randint(2, (size,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    signs = torch.randint(2, (size,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu") * 2 - 1
     return (matrix * signs / math.isqrt(size)).to(device, dtype)
+
+
+_rotation_kept = lru_cache(maxsize=32)(_rotation_now)
 
 
 def _rotated(x: Tensor, size: int, seed: int) -> Tensor:

@@ -22,7 +22,6 @@ from lowp.tensor.memory import in_large_pages, laid_out_alike
 from lowp.tensor.noise import Noise, in_one_block, key_tensor
 from lowp.tensor.packing import packed_size
 
-
 ROUNDINGS = ("nearest", "stochastic")  # for which there are kernels
 
 
@@ -192,7 +191,7 @@ class _CppBlockKernel:
             return None
         if whole is not None and not (kernels.is_plain(whole) and whole.numel() == 1 and whole.dtype is torch.float32):
             return None
-        out = in_large_pages(torch.empty(shape, dtype=self._operation.dtype))
+        out = in_large_pages(torch.empty(shape, dtype=self._operation.dtype, device=elements.device))
         return out if self(out, elements, scales, whole, None, 1) else None
 
     def __call__(

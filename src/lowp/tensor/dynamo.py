@@ -12,6 +12,8 @@ import torch
 
 from lowp.compat import constant_for_dynamo, let_dynamo_break_graphs
 from lowp.formats import AnyFormat, FormatLike
+from lowp.formats import format as parse_format
+from lowp.formats.parse import text_of
 
 _in_graph: list[Callable[..., Any]] = []
 
@@ -36,7 +38,7 @@ def format_text(format: FormatLike) -> str:
 
 @constant_for_dynamo
 def _text(format: AnyFormat) -> str:
-    return str(format)
+    return text_of(parse_format(format))
 
 
 def let_dynamo_fall_back() -> bool:

@@ -53,6 +53,7 @@ _USER = Domain.USER  # for which nothing has begun
 _is_wrapped = compat.is_functorch_wrapped_tensor
 _modes = compat.dispatch_mode_count
 _is_compiling = torch.compiler.is_compiling
+_is_traced = compat.is_tracing  # by torch.jit.trace, whose graph would hold what a kernel writes to, and not the kernel
 _threads = torch.get_num_threads
 
 SMALL = 1 << 16  # elements
@@ -153,7 +154,7 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, seed: int | Noise | None 
     """
     if not is_plain(x):
         return _run_ready_on_cuda(call, x, out) if seed is None else None
-    if _modes() or _is_compiling():
+    if _modes() or _is_compiling() or _is_traced():
         return None
     try:
         kernel = _state.ready.get((call, x.dtype, None if out is None else out.dtype, seed is None))
@@ -173,7 +174,7 @@ def run_ready(call: tuple[Any, ...], x: Any, out: Any, seed: int | Noise | None 
 
 
 def _run_ready_on_cuda(call: tuple[Any, ...], x: Any, out: Any) -> Tensor | None:
-    if not is_plain(x, "cuda") or _modes() or _is_compiling():
+    if not is_plain(x, "cuda") or _modes() or _is_compiling() or _is_traced():
         return None
     device, count = x.device, x.numel()
     try:
@@ -224,6 +225,7 @@ def must_be_visible(x: Tensor) -> bool:
     """Must every operation be visible: to a compiler, a function transform, a dispatch mode or a tensor subclass?"""
     return (
         _is_compiling()
+        or _is_traced()
         or type(x) not in (Tensor, Parameter)
         or _modes() > 0
         or _is_wrapped(x)
@@ -249,7 +251,7 @@ def is_plain(x: Any, device: str = "cpu") -> bool:
 def run_ready_codes(call: tuple[Any, ...], codes: tuple[Any, ...]) -> Tensor | None:
     """`run_ready` for the codes of a block format: elements, scales and the tensor's scale, which may be None."""
     elements, scales, whole = codes
-    if not is_plain(elements) or not is_plain(scales) or _modes() or _is_compiling():
+    if not is_plain(elements) or not is_plain(scales) or _modes() or _is_compiling() or _is_traced():
         return None
     try:
         kernel = _state.ready.get((call, elements.dtype, scales.dtype, whole is None))

@@ -60,6 +60,9 @@ def quantize(
     The result does not require a gradient: `fake_quantize` has a straight-through one.
     """
     if torch.compiler.is_dynamo_compiling() and teach_dynamo():
+        if out is not None and out.dtype != x.dtype and out.dtype in CARRIERS:  # rounded once, to what `out` can hold
+            how = rounding, saturate, axis, out.dtype
+            return _write(out, _quantize_to_in_graph(x, format_text(format), *how, *_seed_parts(seed)))
         as_node = not is_exporting()
         return _write(out, _quantize_in_graph(x, format_text(format), rounding, saturate, as_node, axis, *_seed_parts(seed)))
     call = ("quantize", format, rounding, saturate)
@@ -323,6 +326,15 @@ def _quantize_in_graph(
 
 
 @in_graph
+def _quantize_to_in_graph(
+    x: Tensor, format: str, rounding: str, saturate: bool, axis: int, dtype: torch.dtype, *seed: Any
+) -> Tensor:
+    """`quantize` to another dtype than x's."""
+    out = torch.empty_like(x, dtype=dtype)
+    return quantize(x, format, rounding, saturate=saturate, axis=axis, seed=_seed_of(seed), out=out)
+
+
+@in_graph
 def _encode_in_graph(x: Tensor, format: str, rounding: str, saturate: bool, nan: str, pack: bool, axis: int, *seed: Any) -> Any:
     return encode(x, format, rounding, saturate=saturate, nan=nan, pack=pack, axis=axis, seed=_seed_of(seed))
 
@@ -398,6 +410,11 @@ def _fake_quantize_in_graph(
     return _fake_quantize(x, forward, backward, rounding, backward_rounding, saturate, as_node, _seed_of(seed))
 
 
+def _as_it_is(part: Any) -> Any:
+    """A seed or a step: a tensor may have counted on before the backward pass."""
+    return part.clone() if isinstance(part, Tensor) else part
+
+
 def _fake_quantize(
     x: Tensor, forward: Any, backward: Any, rounding: str, backward_rounding: str, saturate: bool, as_node: bool, seed: Any
 ) -> Tensor:
@@ -408,7 +425,7 @@ def _fake_quantize(
     noise = seed if isinstance(seed, Noise) or seed is None else Noise(seed)
     other = noise
     if noise is not None:
-        other = Noise(noise.seed, noise.step, noise.stream, noise.offset, domain=Domain.USER_GRADIENT)
+        other = Noise(_as_it_is(noise.seed), _as_it_is(noise.step), noise.stream, noise.offset, domain=Domain.USER_GRADIENT)
     arguments: list[tuple | None] = []
     for format, mode, drawn in ((forward, rounding, noise), (backward, backward_rounding, other)):
         drawn = drawn if mode == "stochastic" else None

@@ -35,7 +35,7 @@ class SentGradients:
 
 def as_sent(numbers: Tensor, codec: Codec, ranks: int) -> Tensor:
     """What `ranks` ranks would read of one rank's numbers, flat and float32, if these decided the scale."""
-    factor = torch.ones((), device=numbers.device)
+    factor = torch.ones((), dtype=torch.float32, device=numbers.device)
     if codec.scale.agreed or codec.scale.kind == "aps_delayed":
         bound = bound_bytes(largest(numbers).reshape(1), ranks)
         shift = aps_shifts(bound, torch.tensor([emax_of(codec.format)], dtype=torch.int32, device=numbers.device))

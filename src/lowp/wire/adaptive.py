@@ -170,7 +170,7 @@ def transformed(x: Tensor) -> Tensor:
 
 
 def signs(device: torch.device) -> Tensor:
-    return torch.tensor([-1.0 if SIGNS >> i & 1 else 1.0 for i in range(GROUP)], device=device)
+    return torch.tensor([-1.0 if SIGNS >> i & 1 else 1.0 for i in range(GROUP)], dtype=torch.float32, device=device)
 
 
 def _energy(x: Tensor) -> Tensor:
@@ -299,7 +299,8 @@ def _drawn(noises: Sequence[Noise], layout: AdaptiveLayout, device: torch.device
     found = []
     for noise, groups in zip(noises, layout.counts, strict=True):
         for first, end in blocks(noise, groups * GROUP):
-            found.append(draw(key_tensor(noise, first, device), torch.empty(end - first, device=device), 30) >> 6)
+            like = torch.empty(end - first, dtype=torch.float32, device=device)
+            found.append(draw(key_tensor(noise, first, device), like, 30) >> 6)
     return torch.cat(found).view(-1, GROUP)
 
 

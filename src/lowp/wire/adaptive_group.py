@@ -214,6 +214,6 @@ class AdaptiveGroup(CodecGroup):
                 out[segment.start : segment.start + segment.part.size] = divide_(total, divisor)
 
     def _read(self, source: Tensor, region: AdaptiveRegion, device: torch.device) -> list[Tensor]:
-        found = [torch.empty(segment.part.size, device=device) for segment in region.segments]
+        found = [torch.empty(segment.part.size, dtype=torch.float32, device=device) for segment in region.segments]
         adaptive.decode(source[region.begin : region.end], region.layout, found)
         return found

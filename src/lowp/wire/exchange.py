@@ -109,7 +109,7 @@ class SharedScales:
         count, device, tables = len(self._bucket.layers), self._device, self._bucket.tables
         kind = "usual", device, divisor
         if kind not in tables:
-            tables[kind] = torch.full((count,), 1.0 / divisor, device=device)
+            tables[kind] = torch.full((count,), 1.0 / divisor, dtype=torch.float32, device=device)
         usual: Tensor = tables[kind]
         if not self._now and not self._delayed:
             return None, usual
@@ -279,7 +279,7 @@ class BucketExchange:
             remember_bounds(self._state, self._bucket, self._peaks)
         if self._settings.measure:
             self._meter.compare(self._flat, scaling.divide_(self._exact, self._divisor))
-        units = self._units or [torch.ones(len(self._bucket.layers), device=self._flat.device)]
+        units = self._units or [torch.ones(len(self._bucket.layers), dtype=torch.float32, device=self._flat.device)]
         self._done(lambda: marks_of(units))
 
 

@@ -317,7 +317,7 @@ def _reduce_to_owner(output: Tensor, source: Tensor, codec: Codec, group: Any, o
 @lru_cache(maxsize=256)
 def _usual_units(divisor: int, count: int, device: torch.device) -> Tensor:
     """Kept, and not to be written to."""
-    return torch.full((count,), 1.0 / divisor, device=device)
+    return torch.full((count,), 1.0 / divisor, dtype=torch.float32, device=device)
 
 
 def _units(messages: Messages, buffer: Tensor, divisor: int, count: int, stride: int, rules: Rules) -> Tensor:

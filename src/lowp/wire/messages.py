@@ -87,7 +87,9 @@ class Messages:
         return self._kept[name, device]
 
     def _of_layers(self, factors: Tensor | None, device: torch.device) -> Tensor:
-        return self._constant("ones", device, lambda: torch.ones(self.layers)) if factors is None else factors
+        if factors is not None:
+            return factors
+        return self._constant("ones", device, lambda: torch.ones(self.layers, dtype=torch.float32))
 
     def measure(self, numbers: Tensor, wanted: "Callable[[Codec], tuple[bool, bool]]") -> "list[Tensor | None]":
         """For each group, the largest magnitudes of its parts that are wanted: bits of float32, int32, the first rows."""

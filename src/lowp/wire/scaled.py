@@ -14,7 +14,8 @@ def scaled(source: Tensor, stretch: Stretch, factors: Tensor | None, divisor: in
     if factors is None and divisor == 1:
         return source.to(torch.float32)
     device = source.device
-    of_layers = torch.ones(1, 1 + stretch.runs[-1][0], device=device) if factors is None else factors.view(1, -1)
+    ones = 1, 1 + stretch.runs[-1][0]
+    of_layers = torch.ones(ones, dtype=torch.float32, device=device) if factors is None else factors.view(1, -1)
     if divisor != 1:
         of_layers = torch.cat([of_layers, torch.full_like(of_layers, divisor)])
     if device not in stretch.tables:

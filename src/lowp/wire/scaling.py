@@ -149,7 +149,7 @@ def poisoned(units: Tensor, peaks: Tensor, owners: Tensor, out: Tensor | None = 
     """
     marks = torch.zeros(units.shape, dtype=torch.int32, device=units.device)
     marks.scatter_reduce_(0, owners, (peaks == NONFINITE).to(torch.int32), "amax")
-    return torch.add(units, torch.where(marks != 0, math.nan, 0.0), out=out)
+    return torch.add(units, torch.where(marks != 0, torch.full_like(units, math.nan), torch.zeros_like(units)), out=out)
 
 
 def divide_(numbers: Tensor, divisor: int) -> Tensor:

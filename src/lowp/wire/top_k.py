@@ -205,7 +205,8 @@ class KeptTable:
         stride: int,
     ) -> None:
         device, parts = out.device, None
-        places, total = self._positions(source, messages, stride), torch.zeros(self.elements, device=out.device)
+        places = self._positions(source, messages, stride)
+        total = torch.zeros(self.elements, dtype=torch.float32, device=out.device)
         for message in range(messages):  # one after the other: within one, no position comes twice
             place = places[message]  # (scatter_add_ on CUDA takes subnormal numbers for zero)
             total.scatter_(0, place, total.gather(0, place) + values.view(messages, -1)[message])

@@ -8,6 +8,7 @@ looks for the largest numbers first, and a ring's shards begin at different rank
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class VirtualWorld:
             self.size, {n: t.shape for n, t in zip(names, tensors, strict=True)}, Settings.of(format, **settings)
         )
         exchange.state.step = step
-        sums = exchange.reduce(lambda rank: dict(zip(names, _named(source(rank))[1], strict=True)), mean=op == "mean")
+        sums = exchange.reduce(lambda rank: _as_first(names, source(rank), rank), mean=op == "mean")
         if isinstance(first, Tensor):
             return sums[names[0]]
         return sums if isinstance(first, Mapping) else list(sums.values())
@@ -95,6 +96,15 @@ def _named(gradient: Gradients) -> tuple[list[str], list[Tensor]]:
     if isinstance(gradient, Mapping):
         return list(gradient), list(gradient.values())
     return [str(i) for i in range(len(gradient))], list(gradient)
+
+
+def _as_first(names: list[str], gradient: Gradients, rank: int) -> dict[str, Tensor]:
+    """A rank's gradients by the first rank's names. Those that have names are found by them, in whatever order they come."""
+    theirs, tensors = _named(gradient)
+    if sorted(theirs) != sorted(names):
+        raise ValueError(f"rank {rank} has gradients of {', '.join(theirs)}, rank 0 of {', '.join(names)}")
+    found = dict(zip(theirs, tensors, strict=True))
+    return {name: found[name] for name in names}
 
 
 class VirtualExchange:
@@ -191,7 +201,8 @@ class VirtualExchange:
 
     def _open(self, names: list[str], example: Mapping[str, Tensor]) -> "_OpenBucket":
         first = example[names[0]]
-        bucket = self._parameters.bucket(names, self.state.step, first.dtype)
+        dtype = reduce(torch.promote_types, (example[name].dtype for name in names))  # as a real rank's bucket has it
+        bucket, first = self._parameters.bucket(names, self.state.step, dtype), first.new_empty(0, dtype=dtype)
         feedback = Feedback(self.residuals.__getitem__, bucket) if self._settings.error_feedback else None
         return _OpenBucket(
             names, bucket, self._world, SharedScales(bucket, self._world, self.state, first.device), first, feedback
