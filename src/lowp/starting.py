@@ -1,4 +1,4 @@
-"""Ctrl-C while the `lowp` command is starting: one line and exit code 130, no traceback.
+"""Ctrl-C while the `lowp` command is starting: one line and exit code 130, no traceback; and while it ends: nothing.
 
 To import torch takes a second or more, and somebody who has mistyped the command does not wait for it. An exception would
 travel through modules that are imported in part; nothing has begun yet, so the process simply ends. This is imported before
@@ -31,9 +31,16 @@ def has_started() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-if (
+def has_ended() -> None:
+    """What is left is the end of the interpreter: who presses Ctrl-C twice must not see its tracebacks."""
+    if _listens and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+_listens = (
     _is_the_command()
     and threading.current_thread() is threading.main_thread()
     and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
+)
+if _listens:
     signal.signal(signal.SIGINT, _end)

@@ -354,6 +354,7 @@ def _become(request: dict) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `lowp` does at its end (starting.has_ended)
     sys.stdout.flush()
     sys.stderr.flush()
     atexit._run_exitfuncs()

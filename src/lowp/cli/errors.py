@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from lowp.former_names import OLD_NAME
-from lowp.starting import INTERRUPTED, has_started
+from lowp.starting import INTERRUPTED, has_ended, has_started
 
 TRACEBACK = "LOWP_TRACEBACK"  # the environment variable that stands for --traceback
 USER_ERRORS = (ValueError, TypeError, OSError)  # what the library raises when it is asked for something impossible
@@ -95,3 +95,5 @@ class OneLineErrors(TyperGroup):
                 raise
             typer.echo(f"lowp: {one_line(error)}", err=True)
             raise typer.Exit(2) from None
+        finally:
+            has_ended()
