@@ -114,3 +114,40 @@ def test_states_in_another_format_are_refused():
     with_setting("state_scale", "tensor")(optimizer, [])
     with pytest.raises(ValueError, match="cannot become"):
         take([p, q], optimizer, 1)
+
+
+def of_order(memory_format):
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, 3, 3).bfloat16().contiguous(memory_format=memory_format)
+    p = torch.nn.Parameter(weight)
+    return p, lowp.optim.SGD([p], lr=0.1, momentum=0.9, state="e4m3fn")
+
+
+def test_states_of_blocks_say_in_which_order_they_lie():
+    p, optimizer = of_order(torch.contiguous_format)
+    take([p], optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for memory_format, fits in ((torch.contiguous_format, True), (torch.channels_last, False)):
+        q, other = of_order(memory_format)
+        take([q], other, 1)
+        before = copy.deepcopy(other.state_dict())
+        if fits:
+            other.load_state_dict(saved)
+            want, got = optimizer.decoded_state(p), other.decoded_state(q)
+            assert torch.equal(want["momentum_buffer"], got["momentum_buffer"])
+            continue
+        with pytest.raises(ValueError, match="another order"):
+            other.load_state_dict(saved)
+        for key, value in before["state"][0].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state_dict()["state"][0][key]))
+
+
+def test_states_of_blocks_of_earlier_versions_have_no_order():
+    p, optimizer = of_order(torch.channels_last)
+    take([p], optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"][0].pop("memory_order") == 1030402
+    q, other = of_order(torch.channels_last)
+    other.load_state_dict(saved)
+    assert torch.equal(optimizer.decoded_state(p)["momentum_buffer"], other.decoded_state(q)["momentum_buffer"])
+    assert other.state_dict()["state"][0]["memory_order"] == 1030402

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowp.optim.kernels import Layout
 from lowp.optim.sharding import is_sharded
-from lowp.optim.storing import begin
+from lowp.optim.storing import ORDER, begin
 
 _OWN = ("update", "state", "seed")
 
@@ -53,7 +53,12 @@ def check_states(saved: dict[str, Any], wanted: list[list[tuple[str, Tensor, Lay
 
 
 def _checked(theirs: dict[str, Any], ours: dict[str, Any], name: str) -> dict[str, Any]:
-    missing = sorted(ours.keys() - theirs.keys())
+    if theirs.get(ORDER, ours.get(ORDER)) != ours.get(ORDER) and ORDER in ours:
+        raise ValueError(
+            f"{name} lies in memory in another order than when its states were saved, and these have scales for blocks: "
+            "load them into a model of that memory format (channels_last or not)"
+        )
+    missing = sorted(ours.keys() - theirs.keys() - {ORDER})  # which earlier versions did not save
     if missing:
         raise ValueError(f"the saved state of {name} is truncated: {', '.join(missing)} missing")
     unknown = sorted(theirs.keys() - ours.keys())
@@ -61,7 +66,7 @@ def _checked(theirs: dict[str, Any], ours: dict[str, Any], name: str) -> dict[st
         raise ValueError(f"the saved state of {name} was made with other settings: it also has {', '.join(unknown)}")
     found: dict[str, Any] = {}
     for key, example in ours.items():
-        value = theirs[key]
+        value = theirs.get(key, example)
         if not isinstance(example, Tensor):
             if not isinstance(value, (int, Tensor)) or int(value) < 0:
                 raise ValueError(f"the saved {key} of {name} is {value!r}, not a count")

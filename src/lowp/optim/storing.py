@@ -22,6 +22,7 @@ from lowp.tensor.lists.function import tables_on
 from lowp.tensor.memory import in_large_pages, is_dense
 
 LONGEST_BLOCK = 256
+ORDER = "memory_order"  # of a parameter whose states have scales for blocks
 _SHORTEST_BLOCK = 32
 LONGEST_ROW = 4096  # of one block, where no divisor will do (cpp.LONGEST_BLOCK)
 _SMALLEST = 4096  # elements of a parameter that is worth narrow states
@@ -121,9 +122,18 @@ def begin(parameter: Tensor, layout: Layout) -> dict[str, Any]:
             per_row = parameter.shape[1:].numel() // block_width(parameter.shape, LONGEST_BLOCK)
             rows = torch.full((local.shape[0], per_row), -126, dtype=torch.int8, device=local.device)
             state[f"{name}_exponents"] = placement.like(rows, torch.Size((parameter.shape[0], per_row)))
+    if layout.blocked:
+        state[ORDER] = _order_in_memory(local)
     if layout.update.compensated:
         state["compensation"] = placement.like(_zeros_like(local, local.dtype), parameter.shape)
     return state
+
+
+def _order_in_memory(local: Tensor) -> int:
+    """Which dimensions lie how, as a number of two digits each: blocks with a scale follow each other in memory. (A state holds
+    numbers and tensors, which every checkpoint can.)"""
+    longer = [d for d in range(local.dim()) if local.shape[d] > 1]
+    return int("0" + "".join(f"{d + 1:02}" for d in sorted(longer, key=local.stride, reverse=True)))
 
 
 def _zeros_like(local: Tensor, dtype: torch.dtype) -> Tensor:
