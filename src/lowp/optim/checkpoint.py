@@ -53,7 +53,7 @@ def check_states(saved: dict[str, Any], wanted: list[list[tuple[str, Tensor, Lay
 
 
 def _checked(theirs: dict[str, Any], ours: dict[str, Any], name: str) -> dict[str, Any]:
-    if theirs.get(ORDER, ours.get(ORDER)) != ours.get(ORDER) and ORDER in ours:
+    if ORDER in ours and theirs.get(ORDER, ours[ORDER]) != ours[ORDER]:
         raise ValueError(
             f"{name} lies in memory in another order than when its states were saved, and these have scales for blocks: "
             "load them into a model of that memory format (channels_last or not)"

@@ -7,7 +7,7 @@ gradients, at any time and without a word.
 
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -37,7 +37,7 @@ class Families:
     params: list[list[Tensor]]
     outside: list[Tensor]  # had neither gradients nor states
     states: list[dict[str, Any]]  # all of the optimizer's
-    wishes: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # of each group, when it was looked at last
+    wishes: list[tuple[Any, Any]]  # of each group, when it was looked at last
 
     def still_hold(self, groups: Groups, states: States, layout_of: Callable[..., Layout]) -> bool:
         """Has nothing changed since `gather`?"""
@@ -57,22 +57,25 @@ class Families:
         """Was something set in a group that decides how parameters are stored or rounded, such as momentum or betas? (Schedules
         set these in every step.)"""
         for place, alike in self.by_group.items():
-            group, known = groups[place], self.wishes.get(place)
-            wishes = _wishes(group, _STORING), _wishes(group, _UPDATING)
+            group, known = groups[place], self.wishes[place]
+            wishes = _wishes(group)
             if wishes == known:
                 continue
-            everyone = known is None or wishes[0] != known[0]
             for family in alike:
-                members = family.members if everyone else family.members[:1]
+                members = family.members if wishes[0] != known[0] else family.members[:1]
                 if any(layout_of(m.parameter, group, m.name, family.layout.gradient) != family.layout for m in members):
                     return True
             self.wishes[place] = wishes
         return False
 
 
-def _wishes(group: dict[str, Any], keys: tuple[str, ...]) -> tuple[Any, ...]:
-    """As they are now: lists and dicts may be changed in place."""
-    return tuple([copy(wish) if isinstance(wish, (list, dict)) else wish for wish in map(group.get, keys)])
+def _wishes(group: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Of storing and of updating, as they are now: lists and dicts may be changed in place."""
+
+    def of(keys: tuple[str, ...]) -> list[Any]:
+        return [copy(wish) if isinstance(wish, (list, dict)) else wish for wish in map(group.get, keys)]
+
+    return of(_STORING), of(_UPDATING)
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:
@@ -100,7 +103,8 @@ def gather(groups: Groups, states: States, layout_of: Callable[..., Layout]) -> 
                 outside.append(parameter)
             number += 1
         found[place] = [_family(layout, members) for (layout, _, _), members in alike.items()]
-    return Families(found, [[*group["params"]] for group in groups], outside, [*states.values()])
+    params, wishes = [[*group["params"]] for group in groups], [*map(_wishes, groups)]
+    return Families(found, params, outside, [*states.values()], wishes)
 
 
 def _member(parameter: Tensor, state: dict[str, Any], layout: Layout, number: int, name: str | None) -> Member:

@@ -58,9 +58,8 @@ class Ranges:
             seen = self._seen()
             self._history = torch.cat([seen[:, None], self._history.to(seen.device)[:, :-1]], 1)
             self._set_bounds(self._history)
-            if counted := [
-                layer.seen[role] for layer, role in self._with_scale("delayed")
-            ]:  # none, where scales are others now
+            counted = [layer.seen[role] for layer, role in self._with_scale("delayed")]
+            if counted:  # none, where scales are others now
                 compat.foreach_zero_(counted)
         self._step = step
 
