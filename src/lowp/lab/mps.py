@@ -4,14 +4,21 @@ Without it processes take turns of some milliseconds, and a rank's kernel waits 
 for it, has the GPU. Ranks with a GPU each do not wait for that.
 """
 
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+logger = logging.getLogger("lowp")
 CONTROL = "nvidia-cuda-mps-control"
+COMMAND = CONTROL[:15]  # what the kernel keeps of the name, of the servers' too
+FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
+SECONDS = 10.0  # for the service to end by itself
 
 
 @contextmanager
@@ -20,13 +27,36 @@ def mps() -> Iterator[None]:
     if shutil.which(CONTROL) is None:
         raise FileNotFoundError(f"{CONTROL} is not on the PATH: run without --mps")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+        names = (FOLDER, "CUDA_MPS_LOG_DIRECTORY")
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(dict.fromkeys(names, folder))
         subprocess.run([CONTROL, "-d"], check=True, timeout=30)
         try:
             yield
         finally:
-            subprocess.run([CONTROL], input="quit\n", text=True, timeout=60, check=False)
+            _end(folder)
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _end(folder: str) -> None:
+    """`quit` waits for all clients, also for those that were killed, some of which the service does not miss: then its processes
+    are killed."""
+    try:
+        subprocess.run([CONTROL], input="quit\n", text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        logger.info("%s did not end within %g s, and is killed", CONTROL, SECONDS)
+        for pid in _processes(folder):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _processes(folder: str) -> list[int]:
+    """The service's own, of this folder: the control process and its servers."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            ours = f"{FOLDER}={folder}".encode() in (process / "environ").read_bytes().split(b"\0")
+            if ours and (process / "comm").read_text().strip() == COMMAND:
+                found.append(int(process.name))
+    return found
