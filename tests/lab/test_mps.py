@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,12 @@ if [ "$command" = quit ] && [ ! "$HANGS" ]; then kill $(cat "$CUDA_MPS_PIPE_DIRE
 
 
 @pytest.fixture
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / CONTROL
     script.write_text(SERVICE)
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(module, "SECONDS", 1.0)
-    yield
 
 
 def started() -> int:

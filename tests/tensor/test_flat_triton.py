@@ -7,7 +7,7 @@ import torch
 
 import lowp
 from lowp.formats import FORMATS, BlockFormat, Rounding
-from lowp.tensor import backend, kernels
+from lowp.tensor import backend, number_kernels
 from lowp.tensor.core import decode_operation, encode_operation, quantize_operation
 from lowp.tensor.lists import flat_triton
 from lowp.tensor.lists.tracing import Element, trace
@@ -25,9 +25,9 @@ def as_on_a_gpu(monkeypatch):
 
 def printed(operation, aligned=True, on_host=True):
     """The program and its text."""
-    stored, result = kernels._dtypes(operation)
+    stored, result = number_kernels._dtypes(operation)
     tables = [table.tensor(CPU) for table in operation.tables]
-    run = kernels._in_float32(operation)
+    run = number_kernels._in_float32(operation)
 
     def function(x, numbers, scalars, tables):
         return [run(x, tables, numbers if operation.stochastic else None)]
@@ -65,7 +65,7 @@ def test_bfloat16_is_worked_on_as_float32(mode, as_on_a_gpu):
         quantize_operation(fmt, BF16, mode.value, True, BF16),
         encode_operation(fmt, BF16, mode.value, False, "zero"),
     ):
-        assert torch.equal(kernels._in_float32(operation)(stored, (), key), operation(stored, (), key))
+        assert torch.equal(number_kernels._in_float32(operation)(stored, (), key), operation(stored, (), key))
 
 
 def test_variants(as_on_a_gpu):

@@ -12,8 +12,8 @@ import lowp
 from lowp.formats import FORMATS
 from lowp.simulation.rounding import Target, passed
 from lowp.tensor.carrier import CARRIERS
-from lowp.tensor.kernels import round_into
 from lowp.tensor.node import quantize_as_node
+from lowp.tensor.number_kernels import round_into
 
 # torch's compiler warns about itself while it is imported
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::UserWarning", "default::FutureWarning")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowp
-from lowp.tensor import block_kernels, kernels
+from lowp.tensor import block_kernels, elementwise, kernels, number_kernels
 from lowp.tensor.lists import parts
 from lowp.wire import adaptive_group, top_k, warm_up
 
@@ -84,8 +84,8 @@ class Pretended:
 
             return call
 
-        kernels._build, parts._build, block_kernels._build = Kernel, of_parts, of_blocks
-        kernels._build_elementwise, top_k._build = of_few, of_kept
+        number_kernels._build, parts._build, block_kernels._build = Kernel, of_parts, of_blocks
+        elementwise._build_elementwise, top_k._build = of_few, of_kept
         adaptive_group.AdaptiveFunction.build = of_adaptive
         kernels.CALLS_BEFORE_BUILD = CALLS_BEFORE_BUILD
         lowp.set_kernel_policy("auto")

@@ -40,8 +40,7 @@ def mps() -> Iterator[None]:
 
 
 def _end(folder: str) -> None:
-    """`quit` waits for all clients, also for those that were killed, some of which the service does not miss: then its processes
-    are killed."""
+    """`quit` waits for all clients, also for some that were killed, of which it did not hear: then it is killed too."""
     try:
         subprocess.run([CONTROL], input="quit\n", text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowp import compat
 from lowp.formats import BlockFormat
-from lowp.tensor import block_draws, kernels
+from lowp.tensor import block_draws, kernels, repeated_calls
 from lowp.tensor.block_programs import block_program
 from lowp.tensor.block_stages import BlockOperation, block_operation
 from lowp.tensor.carrier import FORMAT_OF_DTYPE
@@ -89,8 +89,8 @@ def decode(
 
 
 def remember(call: tuple, kind: str, fmt: BlockFormat, x: Any, rounding: str, saturate: bool, nan: str, packed: bool) -> None:
-    """Let `kernels.run_ready` make this call from now on, with the last axis, if there is a kernel for it: of numbers x, or of
-    codes (for decoding, `x` are these and the dtype)."""
+    """Let `repeated_calls.run_ready` make this call from now on, with the last axis, if there is a kernel for it: of numbers x,
+    or of codes (for decoding, `x` are these and the dtype)."""
     numbers, dtype = (x[0], x[1]) if kind == "decode" else (x, x.dtype)
     has_kernel = dtype in FORMAT_OF_DTYPE and rounding in ROUNDINGS
     program = block_program(fmt, "nearest", saturate, nan) if has_kernel else None
@@ -101,9 +101,9 @@ def remember(call: tuple, kind: str, fmt: BlockFormat, x: Any, rounding: str, sa
         return
     if kind == "decode":
         elements, scales, whole = numbers
-        kernels.remember_kernel((call, elements.dtype, scales.dtype, whole is None), kernel)
+        repeated_calls.remember_kernel((call, elements.dtype, scales.dtype, whole is None), kernel)
     else:
-        kernels.remember_kernel((call, dtype, None, rounding != "stochastic"), kernel)
+        repeated_calls.remember_kernel((call, dtype, None, rounding != "stochastic"), kernel)
 
 
 def _rounds(x: Tensor, rounding: str, noise: Noise | None) -> bool:
@@ -166,7 +166,7 @@ class _CppBlockKernel:
         self._operation, self._fmt = operation, operation.program.fmt
 
     def run_ready(self, x: Tensor, numbers: tuple[Any, ...] | None) -> Any:
-        """For `kernels.run_ready`: rows of a plain tensor, and what noise is made of; None: it must be made in full."""
+        """For `repeated_calls.run_ready`: rows of a plain tensor, and what noise is made of; None: it must be made in full."""
         count = x.numel()
         if count == 0 or x.dim() == 0:
             return None
@@ -185,7 +185,7 @@ class _CppBlockKernel:
         return result if done else None
 
     def run_ready_codes(self, elements: Tensor, scales: Tensor, whole: Tensor | None) -> Tensor | None:
-        """For `kernels.run_ready_codes`: of codes that are not packed."""
+        """For `repeated_calls.run_ready_codes`: of codes that are not packed."""
         shape = elements.shape
         if elements.numel() == 0 or not shape or scales.shape != (*shape[:-1], -(-shape[-1] // self._fmt.size)):
             return None

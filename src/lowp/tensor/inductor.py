@@ -1,9 +1,9 @@
 """What inductor is told about `lowp::round` (node.py), when it first compiles one.
 
 1. On a GPU it is a pointwise operation (pointwise.py), to be fused with others.
-2. On a CPU it is a call of `round_into` (kernels.py) from the code that inductor writes, past torch's dispatcher, into memory
-   that inductor plans: a buffer that is free already often serves. An operator that allocates gets fresh pages from the system
-   each time, and a page costs as much as rounding its numbers.
+2. On a CPU it is a call of `round_into` (number_kernels.py) from the code that inductor writes, past torch's dispatcher, into
+   memory that inductor plans: a buffer that is free already often serves. An operator that allocates gets fresh pages from the
+   system each time, and a page costs as much as rounding its numbers.
 3. Rounding is cheap to do again. Without being told, the partition into forward and backward keeps what comes out of a
    quantizer beside what goes in, and what cannot be had without it: the sign of every activation.
 
@@ -72,7 +72,7 @@ def _called(x: Any, format: str, rounding: str, saturate: bool) -> Any:
         """`round_into(x, format, rounding, out=result)`, and what makes that name known."""
 
         def codegen(self, wrapper: Any) -> None:
-            wrapper.add_import_once("from lowp.tensor.kernels import round_into")
+            wrapper.add_import_once("from lowp.tensor.number_kernels import round_into")
             super().codegen(wrapper)
 
     layout = ir.FixedLayout(x.get_device(), x.get_dtype(), size, stride)

@@ -5,7 +5,7 @@ Each call is computed in one of two ways, which give the same bits:
 - *inlined*, as plain torch operations, where something must see every operation: `torch.compile`, `torch.func` transforms,
   dispatch modes, tensor subclasses. A compiler then fuses them with their neighbours. (In code compiled by `torch.compile`,
   `quantize` and `fake_quantize` are one operation of the graph where that is faster: node.py.)
-- *eager*, through a precompiled kernel (kernels.py) on the tensor's memory, whatever its strides.
+- *eager*, through a precompiled kernel (number_kernels.py) on the tensor's memory, whatever its strides.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from lowp import compat
 from lowp.formats import AnyFormat, BlockFormat, FormatLike, Rounding
 from lowp.formats import format as parse_format
-from lowp.tensor import block, block_kernels, kernels
+from lowp.tensor import block, block_kernels, kernels, number_kernels, repeated_calls
 from lowp.tensor.block import BlockCodes
 from lowp.tensor.carrier import CARRIERS
 from lowp.tensor.core import Operation, apply_inline, code_dtype, decode_operation, encode_operation, quantize_operation
@@ -180,7 +180,7 @@ def decode(
     if size is None and (ready := _ready(call, codes, out, None, axis)) is not None:
         return ready
     whole_bytes = type(codes) is BlockCodes and size is None and out is None and type(axis) is int and axis == -1
-    if whole_bytes and (ready := kernels.run_ready_codes(call, codes)) is not None:
+    if whole_bytes and (ready := repeated_calls.run_ready_codes(call, codes)) is not None:
         return ready
     fmt = parse_format(format)
     if dtype not in CARRIERS:
@@ -207,7 +207,7 @@ def _ready(call: tuple, x: Any, out: Any, seed: Any, axis: Any) -> Tensor | None
     """The result, where a call like this was made before and only the data are others."""
     if type(axis) is not int or axis != -1 or not (seed is None or type(seed) is int or type(seed) is Noise):
         return None
-    return kernels.run_ready(call, x, out, seed)
+    return repeated_calls.run_ready(call, x, out, seed)
 
 
 def _check(x: Tensor, format: Any, rounding: str, seed: Seed | None, name: str) -> tuple[AnyFormat, Noise | None]:
@@ -291,9 +291,9 @@ def _apply(
     result = out if out is not None and _writes_in_place(x, out) else torch.empty_like(x, dtype=dtype)
     stored = flat_memory(x, storage_of(x.dtype))
     check = (lambda start, stop: _refuse_nan(stored[start:stop].view(x.dtype), operation.fmt)) if strict else None
-    kernels.run(operation, stored, noise, flat_memory(result, storage_of(dtype)), check)
+    number_kernels.run(operation, stored, noise, flat_memory(result, storage_of(dtype)), check)
     if call is not None:
-        kernels.remember(call, operation, x, out, noise)
+        repeated_calls.remember(call, operation, x, out, noise)
     if out is None:
         return result
     if result is not out:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lowp.tensor.kernels import Elementwise
+from lowp.tensor.elementwise import Elementwise
 from lowp.tensor.noise import KEY_SIZE, KeySource, Noise, key_tensor, keys_of_streams, signed, state_after
 
 _APART = 8  # int32 from one key to the next: each begins at a multiple of 16 bytes

@@ -22,9 +22,9 @@ from torch import Tensor
 from lowp.formats import AnyFormat, BlockFormat
 from lowp.tensor.carrier import F32, exponent_below
 from lowp.tensor.carrier import power_of_two as power_of_two
+from lowp.tensor.elementwise import Elementwise
 from lowp.tensor.fitting import fitting_exponents
 from lowp.tensor.fitting import largest as largest
-from lowp.tensor.kernels import Elementwise
 from lowp.tensor.scale import Scale as Scale
 from lowp.tensor.scale import parse_scale
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -81,21 +82,32 @@ def _run(command: list[str], text: str, written: Path, *inherited: int) -> bytes
     hear, which may have a step to finish first, and ends all of them if it is to end at once."""
     written.write_text(text)
     made = written.with_suffix(".out")
-    process = subprocess.Popen(
-        [*command, str(written), "-o", str(made)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-        pass_fds=inherited,
-    )
-    try:
-        said = process.communicate(timeout=300)[1]
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    if process.returncode:
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> None:
+        started.append(
+            subprocess.Popen(
+                [*command, str(written), "-o", str(made)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,
+                pass_fds=inherited,
+            )
+        )
+
+    # By another thread: Ctrl-C interrupts the main one, within Popen as well, which would leave the process behind.
+    with ThreadPoolExecutor(1) as other:
+        try:
+            other.submit(start).result()
+            said = started[0].communicate(timeout=300)[1]
+        except BaseException:
+            other.shutdown()  # waits for `start`
+            for process in started:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+            raise
+    if started[0].returncode:
         raise RuntimeError(f"{command[0]} could not compile a kernel: {said[:2000]}")
     return made.read_bytes()

@@ -75,7 +75,7 @@ class _TritonFlatKernel:
         count = outs[0].numel()
         if not count:
             return
-        if count > MOST:  # (Functions that count elements are called with fewer: kernels.py cuts where noise changes its key.)
+        if count > MOST:  # (Functions that count elements have fewer: number_kernels.py cuts where noise changes its key.)
             for start in range(0, count, MOST):
                 part = slice(start, start + MOST)
                 self([x[part] for x in sized], [x[part] for x in outs], numbers, tables)

@@ -24,7 +24,9 @@ WARPS = 4
 # codes at a time, and then pass numbers from thread to thread through shared memory, or leave gaps between what threads read.
 _TOGETHER = 4
 _TOGETHER_CODES = 8  # where there are codes alone
-_REGISTERS = 80  # of a thread: 6 programs at once on each processor. A bucket in nvfp4, by limit: 48 177 us, 64 165, 80 159 (H200)
+_REGISTERS = (
+    80  # of a thread: 6 programs at once on each processor. A bucket in nvfp4: 177 us with 48, 165 with 64, 159 with 80
+)
 
 
 def _item(what: PartsFunction) -> int:
