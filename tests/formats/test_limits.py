@@ -113,3 +113,11 @@ def test_p3109(text, largest, smallest, infinity, nan):
     assert format(f"p3109_k{text.removeprefix('binary')}") == fmt
     if infinity is not None:
         assert str(fmt) == text
+
+
+def test_a_codebook_whose_only_zero_is_negative_is_refused():
+    """0 has no code there, and -0.0 is not what it becomes."""
+    with pytest.raises(ValueError, match=r"codebook 'own' holds -0\.0 and not 0\.0"):
+        CodebookFormat("own", (-1.0, -0.0, 1.0, 2.0))
+    assert CodebookFormat("own", (-1.0, -0.0, 0.0, 2.0)).has_negative_zero
+    assert not CodebookFormat("own", (-1.0, 0.0, 1.0, 2.0)).has_negative_zero

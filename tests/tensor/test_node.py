@@ -204,6 +204,21 @@ def test_sizes_that_change():
     same(compiled(X[:5, :30].contiguous()), lowp.quantize(X[:5, :30].t(), "e5m2"))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, axis: lowp.quantize(x, "mxfp4", axis=axis),
+        lambda x, axis: lowp.decode(lowp.encode(x, "mxfp8_e4m3", axis=axis), "mxfp8_e4m3", axis=axis),
+    ],
+)
+def test_an_axis_that_changes(function):
+    """torch's compiler makes a symbol of a number that changes, and a graph has one axis."""
+    x = torch.randn(8, 32, 64)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for axis in (-1, 1, 2, 1, -2):
+        assert torch.equal(compiled(x, axis), function(x, axis))
+
+
 def test_rounding_is_repeated_rather_than_kept():
     """The sign of an activation, which its gradient needs, is had from what is kept anyway."""
     import torch._inductor.lowering  # as when inductor compiles

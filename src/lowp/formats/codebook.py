@@ -38,6 +38,8 @@ class CodebookFormat(Format):
             raise ValueError(f"codebook {self.name!r} has {count} entries; it takes 2, 4, 8 ... or {1 << MAX_CODEBOOK_BITS}")
         if strange := [value for value in self.entries if not abs(value) <= _FLOAT32_MAX or _float32(value) != value]:
             raise ValueError(f"codebook {self.name!r} holds {strange[0]!r}; entries are finite float32 numbers")
+        if 0.0 in self.entries and all(math.copysign(1.0, value) < 0 for value in self.entries if value == 0):
+            raise ValueError(f"codebook {self.name!r} holds -0.0 and not 0.0, which 0 becomes")
 
     def __eq__(self, other: object) -> bool:
         """The same entries, signs of zeros included: 0.0 == -0.0, but their codes are two."""

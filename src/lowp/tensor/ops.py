@@ -72,7 +72,7 @@ def quantize(
     x = x.resolve_neg()
     if out is not None:
         _check_out(out, x.shape, x.device, CARRIERS)
-    _check_axis(axis, fmt)
+    axis = _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
         eager = not kernels.must_be_visible(x)
         rounded = block.quantize(x.detach(), fmt, rounding, noise, saturate, axis, eager, out)
@@ -131,7 +131,7 @@ def encode(
     x = x.resolve_neg()
     if nan not in ("raise", "zero", "saturate"):
         raise ValueError(f"unknown nan={nan!r}; it is 'raise', 'zero' or 'saturate'")
-    _check_axis(axis, fmt)
+    axis = _check_axis(axis, fmt)
     strict = nan == "raise" and not fmt.has_nan
     if strict and (isinstance(fmt, BlockFormat) or kernels.must_be_visible(x)):
         _refuse_nan(x, fmt, infinities=isinstance(fmt, BlockFormat) and not fmt.has_inf and not saturate)
@@ -185,7 +185,7 @@ def decode(
     fmt = parse_format(format)
     if dtype not in CARRIERS:
         raise TypeError(f"decode gives float64, float32, float16 or bfloat16, not {dtype}")
-    _check_axis(axis, fmt)
+    axis = _check_axis(axis, fmt)
     if isinstance(fmt, BlockFormat):
         eager = isinstance(codes, tuple) and not kernels.must_be_visible(codes[0])
         numbers = block.decode(codes, fmt, dtype, size, axis, eager)  # type: ignore[arg-type]  # it checks
@@ -258,11 +258,13 @@ def _refuse_nan(x: Tensor, fmt: AnyFormat, infinities: bool = False) -> None:
         raise ValueError(message)
 
 
-def _check_axis(axis: int, fmt: AnyFormat) -> None:
-    if not isinstance(axis, int):
+def _check_axis(axis: int, fmt: AnyFormat) -> int:
+    if not isinstance(axis, int | torch.SymInt):  # a compiler's where it changes from call to call: one graph for each value
         raise TypeError(f"axis is a dimension's number, not {axis!r}")
+    axis = int(axis)
     if axis != -1 and not isinstance(fmt, BlockFormat):
         raise ValueError(f"axis is for block formats; in {fmt} every number stands alone")
+    return axis
 
 
 def _write(out: Tensor | None, result: Tensor) -> Tensor:
@@ -319,7 +321,7 @@ def _quantize_in_graph(
         from lowp.tensor import node  # which imports this module
 
         fmt, noise = _check(x, format, rounding, _seed_of(seed), "quantize")
-        _check_axis(axis, fmt)
+        axis = _check_axis(axis, fmt)
         if node.suits(x, fmt, rounding, noise):
             return node.quantize_as_node(x.resolve_neg(), fmt, rounding, noise, saturate, axis)
     return quantize(x, format, rounding, saturate=saturate, axis=axis, seed=_seed_of(seed))
