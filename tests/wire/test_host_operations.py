@@ -11,6 +11,7 @@ from lowp.wire.exchange import BucketExchange, State
 from lowp.wire.report import Meter
 from lowp.wire.settings import Parameters, Settings
 from lowp.wire.top_k import KeptRow, KeptTable
+from lowp.wire.virtual import VirtualExchange
 from lowp.wire.warm_up import SilentLink
 from lowp.wire.workspace import Workspace
 
@@ -84,6 +85,26 @@ def selection(layers):
     with Counted() as counted:
         table.choose(x, message[0])
         table.add(message.view(-1), values.repeat(2), x, torch.ones(1), 3, 2, 8 * layers)
+    return counted.names
+
+
+@pytest.mark.parametrize(("format", "options"), [("e2m1fn", {"scale": "block:32"}), ("topk:0.05", {}), ("mxfp4", {})], ids=str)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_those_of_virtual_ranks_grow_with_their_number(format, options, feedback, compiled_kernels):
+    """And not with its square, though each rank adds up a shard."""
+    few, many = (of_virtual_ranks(world, format, options | {"error_feedback": feedback}) for world in (4, 16))
+    assert len(many) < 4 * len(few)
+
+
+def of_virtual_ranks(world, format, options):
+    """The operations of the third step."""
+    exchange = VirtualExchange(world, {"weight": torch.Size([40, 60]), "bias": torch.Size([40])}, format, **options)
+    gradients = [{name: torch.randn(shape) for name, shape in (("weight", (40, 60)), ("bias", (40,)))} for _ in range(world)]
+    with building():
+        for _ in range(2):
+            exchange.reduce(gradients.__getitem__)
+        with Counted() as counted:
+            exchange.reduce(gradients.__getitem__)
     return counted.names
 
 

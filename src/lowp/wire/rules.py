@@ -140,7 +140,7 @@ class Rules:
         self.encode(messages, load.numbers, message[: messages.length], noisy, actor, None, load.peaks, load.maxima)
         if load.lost is not None and stage == Stage.PARTIAL:
             self.encode(messages, load.lost, message[messages.length :], Stage.SENT_LOST, actor, None, load.peaks)
-        if self.feedback is not None and self._loses(load, shard, stage):
+        if self.feedback is not None and self.loses(load, shard, stage):
             self._keep(_value(load), self.read(message, shard, stage), shard, stage not in (Stage.ADDEND, Stage.INSIDE))
         return message
 
@@ -174,7 +174,7 @@ class Rules:
                 peaks.scatter_reduce_(0, group.indices(peaks.device), bad, "amax")
         return replace(load, peaks=peaks)
 
-    def _loses(self, load: Load, shard: Shard, stage: Stage) -> bool:
+    def loses(self, load: Load, shard: Shard, stage: Stage) -> bool:
         """May a message say less than the load? Of a rank's own numbers, nothing is a loss too: the last one is over."""
         if stage in (Stage.ADDEND, Stage.INSIDE):
             return True

@@ -28,9 +28,9 @@ class ChunkSum(Protocol):
 
 def chunk_sum(chunk: Chunk, reduction: Reduction, rules: Rules, indices: Sequence[int | None]) -> ChunkSum:
     """`indices` are those of the chunk's shards; None stands for one that is all of them."""
-    plain = rules.feedback is None and all(rules.adds_plainly(shard) for shard in chunk.shards)
+    plain = all(rules.adds_plainly(shard) for shard in chunk.shards)
     if plain and isinstance(reduction, (TwoShot, OneShot)) and indices != [None]:
-        return _AllShards(chunk, reduction, rules)
+        return _AllShards(chunk, reduction, rules, indices)
     return _ShardByShard(chunk, reduction, rules, indices)
 
 
@@ -40,8 +40,8 @@ class _AllShards:
     (Shard by shard, the number of kernels would grow with the square of the number of ranks.)
     """
 
-    def __init__(self, chunk: Chunk, reduction: Reduction, rules: Rules) -> None:
-        self._chunk, self._reduction, self._rules = chunk, reduction, rules
+    def __init__(self, chunk: Chunk, reduction: Reduction, rules: Rules, indices: Sequence[int | None]) -> None:
+        self._chunk, self._reduction, self._rules, self._indices = chunk, reduction, rules, indices
         self._sum: Tensor | None = None
         self._peaks: Tensor | None = None
 
@@ -58,6 +58,9 @@ class _AllShards:
         message = torch.empty(messages.length, dtype=torch.uint8, device=device)
         rules.encode(messages, source, message, Stage.ADDEND, rank, rules.factors, peaks_of=rules.world)
         numbers, peaks = self._read(messages, message)
+        if rules.feedback is not None:
+            lost = scaled(source, self._chunk, rules.factors) - numbers
+            rules.feedback.keep(rank, self._chunk, lost, rules.factors, of_sum=False)
         self._sum = numbers if self._sum is None else self._sum.add_(numbers)
         self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
 
@@ -75,7 +78,20 @@ class _AllShards:
         load = self._rules.marked(Load(self._sum, self._peaks), messages)
         message = torch.empty(messages.length, dtype=torch.uint8, device=self._sum.device)
         self._rules.encode(messages, load.numbers, message, Stage.TOTAL, 0, None, load.peaks)
-        return self._read(messages, message)
+        numbers, peaks = self._read(messages, message)
+        self._keep_lost(load, numbers)
+        return numbers, peaks
+
+    def _keep_lost(self, total: Load, numbers: Tensor) -> None:
+        """With feedback: what the owner of each shard loses of its sum."""
+        rules = self._rules
+        if rules.feedback is None:
+            return
+        lost = total.numbers - numbers
+        for index, shard in zip(self._indices, self._chunk.shards, strict=True):
+            if rules.loses(total, shard, Stage.TOTAL):
+                owner = self._reduction.owner(index, rules.world)
+                rules.feedback.keep(owner, shard, shard.take(lost), rules.factors, of_sum=True)
 
 
 class _ShardByShard:
