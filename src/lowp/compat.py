@@ -13,6 +13,7 @@ Modules of torch that take long to import (Dynamo, inductor, FSDP, DTensor) are 
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 SEEN = "2.11 to 2.13"
+_NAMING = threading.Lock()
 
 
 class MissingInTorch(RuntimeError):
@@ -303,6 +305,23 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
     """Of a process group. Needed there: for a group of lowp's own with the same timeout."""
     with _needed_for("the wire", "ProcessGroup._get_backend(device).options._timeout"):
         return group._get_backend(device).options._timeout
+
+
+def new_group(name: str, ranks: Sequence[int], timeout: timedelta, backend: str) -> Any:
+    """A process group of some of the ranks, which these alone make. torch names it after the number of groups that this process
+    knows: where that differs between its ranks they wait for ever. Degrades: to torch's name."""
+    c10d = dist.distributed_c10d
+    with _NAMING:
+        own = getattr(c10d, "_process_group_name", None)
+        if own is not None:
+            c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+        try:
+            return dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, group_desc="lowp"
+            )
+        finally:
+            if own is not None:
+                c10d._process_group_name = own
 
 
 def default_store() -> Any:

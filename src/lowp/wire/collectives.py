@@ -48,6 +48,8 @@ def all_reduce(
         settings: scale, rounding, reduction, sum_format, kahan, nonfinite, seed ... as for `lowp.compress_gradients`.
         step: for schedules, and for stochastic rounding: another number, other noise.
 
+    All ranks pass the same arguments. They are compared where a rank asks for something for the first time.
+
     Returns what was sent and how long it took. (On CUDA, seconds and fractions are known of one call in 16, else they are 0:
     to know them, the host would have to wait for the device.)
     """
@@ -107,7 +109,7 @@ def _reduce(
     layer = Layer("tensor", tensor.numel(), codec, 0)
     if tensor.numel() >= SMALL:
         warm_up({layer.codec}, tensor.device)
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # one number may have any stride
     samples = tensor.device.type == "cpu" or communicator.reductions % ONE_IN == 0
     communicator.reductions += 1
     meter = Meter(settings.measure, samples)

@@ -16,6 +16,9 @@ from lowp.wire.workspace import Workspaces
 _idle: "WeakKeyDictionary[Any, dict[tuple, list[GroupLink]]]" = WeakKeyDictionary()
 """Links of groups that were given back, by the world that they belong to, its ranks and the backend."""
 
+_made: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
+"""Groups that were made for a parent of some of the ranks."""
+
 
 class Communicator:
     """Messages here cannot meet the user's: the group has the ranks of the user's group, and only lowp uses it.
@@ -37,9 +40,13 @@ class Communicator:
         self.closed = False
 
     def _new_group(self, ranks: list[int], backend: str) -> Any:
-        """Where all ranks of the world take part, torch numbers the group, and its name is new even after a failure."""
-        some = len(ranks) < dist.get_world_size()
-        return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=some, group_desc="lowp")
+        """Under a name that is new even after a failure. Where all ranks of the world take part torch numbers the group. Some
+        ranks alone may be in groups that others do not know: they count those that were made for this parent."""
+        if len(ranks) == dist.get_world_size():
+            return dist.new_group(ranks, timeout=self.timeout, backend=backend, group_desc="lowp")
+        assert self.parent is not None
+        made = _made[self.parent] = _made.get(self.parent, 0) + 1
+        return compat.new_group(f"lowp {made} of {self.parent.group_name}", ranks, self.timeout, backend)
 
     @property
     def group(self) -> Any:

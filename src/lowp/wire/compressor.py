@@ -1,7 +1,7 @@
 """Gradients of a model, compressed step after step: what the hooks of DDP and a training loop of one's own have in common."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lowp.tensor.errors import NonFiniteGradient
 from lowp.version import __version__
 from lowp.wire.auto import best_for, choose
 from lowp.wire.codec import Codec
+from lowp.wire.collectives import check_gradient
 from lowp.wire.comm_thread import CommThread, PendingBucket
 from lowp.wire.communicator import Communicator, agree
 from lowp.wire.exchange import BucketExchange, State
@@ -89,6 +90,7 @@ class Compressor:
         self._buckets: list[tuple[str, ...]] = []
         self._layouts: list[tuple[int, list[tuple[str, ...]]]] = []  # buckets, and from which step on they were these
         self._sent = self._communicator.link.bytes_sent
+        self._layouts_agreed: set[str] = set()  # that `reduce` was given
 
     @property
     def compresses(self) -> bool:
@@ -201,14 +203,8 @@ class Compressor:
             _forget(parameters)
             raise self._comm_thread.error
         if bad:
-            _forget(parameters)
             self.state.residuals, self.state.bounds = self._before
-        if bad and self.settings.nonfinite == "raise":
-            first = min(bad, key=self._parameters.numbers.__getitem__)
-            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            raise NonFiniteGradient(
-                f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank", first
-            )
+        self._refuse(bad, parameters)
 
     def _nonfinite(self, marks: list[tuple[tuple[str, ...], Marks]]) -> list[str]:
         """Names of the parameters whose gradient was not finite on some rank."""
@@ -231,15 +227,20 @@ class Compressor:
         return self._total
 
     def reduce(self, gradients: Mapping[str, Tensor], buckets: "Iterable[Iterable[str]] | None" = None) -> dict[str, Tensor]:
-        """One step for a loop of one's own: the mean of every gradient over the ranks, in new tensors."""
+        """One step for a loop of one's own: the mean of every gradient over the ranks, in new tensors.
+
+        All ranks give the same gradients. `buckets` are lists of their names; by default there is one, in the model's order.
+        """
+        layout = self._checked(gradients, buckets)
         if not self.compresses:
-            means = {name: gradient.detach().clone() for name, gradient in gradients.items()}
+            means = {name: gradients[name].detach().clone() for names in layout for name in names}
             for mean in means.values():
                 dist.all_reduce(mean, group=self.parent)
                 divide_(mean, self.world)
-            return means
+            self.uncompressed_step(means, [])
+            return {name: means[name] for name in gradients}
         results, waiting = {}, []
-        for names in [list(gradients)] if buckets is None else [list(bucket) for bucket in buckets]:
+        for names in layout:
             flat = torch.cat([gradients[name].detach().reshape(-1) for name in names])
             sizes = [gradients[name].numel() for name in names]
             results |= {n: piece.view(gradients[n].shape) for n, piece in zip(names, flat.split(sizes), strict=True)}
@@ -248,6 +249,57 @@ class Compressor:
         torch.futures.wait_all(waiting)
         self.step_arrived([])
         return {name: results[name] for name in gradients}
+
+    def _checked(self, gradients: Mapping[str, Tensor], buckets: "Iterable[Iterable[str]] | None") -> list[list[str]]:
+        """The buckets, if the gradients are those of the parameters, and if all ranks have the same."""
+        for name, gradient in gradients.items():
+            if name not in self._shapes:
+                raise ValueError(f"reduce: {matches_nothing(name, self._shapes)}")
+            check_gradient(gradient, f"reduce (gradient of {name!r})")
+            if gradient.shape != self._shapes[name]:
+                own = tuple(self._shapes[name])
+                raise ValueError(f"reduce: the gradient of {name!r} has the shape {tuple(gradient.shape)}, the parameter {own}")
+        if not gradients:
+            raise ValueError("reduce: there are no gradients")
+        layout = [[n for n in self._shapes if n in gradients]] if buckets is None else [list(bucket) for bucket in buckets]
+        if sorted(name for names in layout for name in names) != sorted(gradients) or not all(layout):
+            raise ValueError("reduce: the buckets must name each gradient once")
+        said = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
+        if said not in self._layouts_agreed:
+            agree(self.parent, f"{len(gradients)} gradients in {len(layout)} buckets:{said}", "what to reduce")
+            self._layouts_agreed.add(said)
+        return layout
+
+    def give_back(self, flat: Tensor, names: Sequence[str], unused: Collection[str]) -> None:
+        """With error feedback: what was sent of parameters whose means nobody takes becomes a residual again. (Each rank takes
+        the mean, so that together they have the sum.)"""
+        residuals, begin = self.state.residuals.named(), 0
+        for name in names:
+            end = begin + self._shapes[name].numel()
+            if name in unused:
+                residuals[name].add_(flat[begin:end].to(torch.float32).nan_to_num(0, 0, 0))
+            begin = end
+
+    def uncompressed_step(self, means: Mapping[str, Tensor], parameters: Iterable[Tensor]) -> None:
+        """A step whose gradients torch has reduced is counted, and does what `nonfinite` says."""
+        self.state.step += 1
+        bad: list[str] = []
+        if self.settings.nonfinite != "propagate":
+            bad = [name for name, mean in means.items() if not bool(mean.isfinite().all())]
+        self._last_step = WireReport(steps=1, skipped=int(bool(bad)))
+        self._total.add(self._last_step)
+        self._refuse(bad, parameters)
+
+    def _refuse(self, bad: Sequence[str], parameters: Iterable[Tensor]) -> None:
+        """Where gradients were not finite: no rank takes the step, or all raise."""
+        if bad:
+            _forget(parameters)
+        if bad and self.settings.nonfinite == "raise":
+            first = min(bad, key=self._parameters.numbers.__getitem__)
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            raise NonFiniteGradient(
+                f"step {self.state.step - 1}: the gradient of {first!r}{more} is infinite or NaN on some rank", first
+            )
 
     @property
     def _owner(self) -> Owner:
@@ -299,6 +351,8 @@ def _read(parameters: Any) -> tuple[dict[str, torch.Size], set[torch.dtype]]:
         if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], str):
             raise TypeError(f"{wanted}; an entry here is {_kind(entry)}, which has no name")
         name, shaped = entry
+        if isinstance(shaped, Tensor):
+            check_gradient(shaped, f"lowp.Compressor (parameter {name!r})")
         shape = shaped.shape if isinstance(shaped, Tensor) else shaped
         if not isinstance(shape, Sequence) or not all(isinstance(length, int) for length in shape):
             raise TypeError(f"{wanted}; {name!r} comes with {_kind(shaped)}")

@@ -32,6 +32,11 @@ from lowp.wire.report import WireReport
 from lowp.wire.settings import Settings
 from lowp.wire.state import AllRanks
 
+_OTHER_PARAMETERS = (
+    "the parameters that need gradients are not those that DDP was made with: freeze or thaw them (requires_grad_) before "
+    "DistributedDataParallel, and call compress_gradients after it"
+)
+
 
 class Handle:
     """What `compress_gradients` returns: figures, state, and the way back.
@@ -51,12 +56,14 @@ class Handle:
         self._bucket_names: dict[tuple[int, ...], tuple[str, ...]] = {}  # by the ids of their parameters
         self._seen = 0
         self._waiting: list[torch.futures.Future[Tensor]] = []
+        self._submitted = False
+        self._sent: list[tuple[Tensor, tuple[str, ...]]] = []  # buckets of a step, where errors are fed back
         self._refusal: str | None = None
 
     @property
     def compresses(self) -> bool:
         """False where `reduction="auto"` found that compression does not pay, and after `remove`."""
-        return self._switch.handle is self
+        return self._switch.handle is self and self._compressor.compresses
 
     @property
     def model(self) -> DistributedDataParallel | None:
@@ -117,14 +124,24 @@ class Handle:
         parameters = tuple(map(id, bucket.parameters()))
         names = self._bucket_names.get(parameters)
         if names is None:
-            names = self._bucket_names[parameters] = tuple(self._names[parameter] for parameter in parameters)
+            names = self._bucket_names[parameters] = tuple(self._names.get(parameter, "") for parameter in parameters)
         buffer = bucket.buffer()
         if self._seen == 0:
-            self._refusal = self._cannot_join()
+            self._refusal, self._submitted = self._cannot_join(), False
         self._seen += len(names)
-        future = self._compressor.submit(buffer, names) if self._refusal is None else completed(buffer)
+        last = bucket.is_last()
+        if "" in names or (last and self._seen != len(self._names)):
+            self._refusal = self._refusal or _OTHER_PARAMETERS
+        if not self._compressor.compresses:
+            future = allreduce_hook(self._switch.group, bucket)
+        elif self._refusal is None:
+            future, self._submitted = self._compressor.submit(buffer, names), True
+            if self._compressor.settings.error_feedback:
+                self._sent.append((buffer, names))
+        else:
+            future = completed(buffer)
         self._waiting.append(future)
-        if self._seen == len(self._names):
+        if last:
             self._all_sent()
         return future
 
@@ -147,7 +164,7 @@ class Handle:
     def _all_sent(self) -> None:
         """The last bucket of a step has been sent. When all have arrived, `_arrived` may raise."""
         waiting, self._waiting, self._seen = self._waiting, [], 0
-        if self._refusal is None:
+        if self._submitted:
             self._compressor.step_done()
         if compat.backward_id() != -1:
             compat.after_backward(lambda: compat.after_backward(self._arrived))
@@ -158,14 +175,30 @@ class Handle:
 
     def _arrived(self) -> None:
         if self._refusal is not None:
+            self._sent.clear()
+            if self._submitted:
+                self._compressor.step_arrived([])
             for parameter in self._parameters.values():
                 parameter.grad = None
             raise ValueError(self._refusal)
-        self._compressor.step_arrived(self._parameters.values())
+        if self._compressor.compresses:
+            self._give_back()
+            self._compressor.step_arrived(self._parameters.values())
+        else:
+            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            self._compressor.uncompressed_step(gradients, self._parameters.values())
         if self._check_replicas:
             gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
             check_replicas({name: p.data for name, p in self._parameters.items()}, self._compressor.parent)
             check_replicas(gradients, self._compressor.parent, "gradient of")
+
+    def _give_back(self) -> None:
+        """DDP leaves the gradient of a parameter alone that no rank has used (find_unused_parameters=True)."""
+        sent, self._sent = self._sent, []
+        unused = {name for name, parameter in self._parameters.items() if parameter.grad is None} if sent else set()
+        for buffer, names in sent:
+            if not unused.isdisjoint(names):
+                self._compressor.give_back(buffer, names, unused)
 
 
 class HookSwitch:
@@ -280,7 +313,7 @@ def compress_gradients(
     compressor = Compressor(parameters, settings, group=ddp.process_group, device=devices.pop(), names=names)
     switch = _switches.get(ddp) or HookSwitch(ddp.process_group)
     handle = Handle(ddp, compressor, switch, check_replicas)
-    if not compressor.compresses:
+    if not compressor.compresses and nonfinite == "propagate" and not check_replicas:
         return handle  # DDP's own way is the fastest for float32
     try:
         switch_to(ddp, handle, switch)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,11 @@ from torch import Tensor, nn
 from lowp import compat
 from lowp.formats.floats import FP32
 from lowp.tensor.noise import Domain
+from lowp.version import __version__
 from lowp.wire.chunk_scheduler import ChunkScheduler, Task
 from lowp.wire.codec import Codec, codec_for, codec_of
 from lowp.wire.collectives import communicator_for
-from lowp.wire.communicator import Communicator
+from lowp.wire.communicator import Communicator, agree
 from lowp.wire.exchange import exact_and_rest
 from lowp.wire.messages import Messages
 from lowp.wire.plan import Chunk, Part, Shard, cuts_for
@@ -44,6 +46,8 @@ from lowp.wire.warm_up import warm_up
 from lowp.wire.workspace import Workspaces
 
 logger = logging.getLogger("lowp")
+
+_handles: "WeakKeyDictionary[nn.Module, FsdpHandle]" = WeakKeyDictionary()
 
 PieceSteps = Callable[[Chunk, Rules], Steps]
 
@@ -96,6 +100,9 @@ class FsdpHandle:
         torchs_own = compat.fsdp_collectives()
         self._removed = True
         for module in self._modules:
+            if _handles.get(module) is not self:
+                continue
+            del _handles[module]
             module.set_custom_reduce_scatter(torchs_own.DefaultReduceScatter())
             module.set_custom_all_gather(torchs_own.DefaultAllGather())
 
@@ -168,6 +175,7 @@ class _ShardedParameters:
         self._group = compat.fsdp_parameters(module)  # None for a module without parameters of its own
         mesh = None if self._group is None else self._group.mesh_info
         self.shards: int = getattr(mesh, "shard_mesh_size", 1)
+        self.ranks = getattr(mesh, "shard_process_group", None)
         self.replicas: int = getattr(mesh, "replicate_mesh_size", 1)
 
     @property
@@ -204,6 +212,8 @@ def compress(
     """
     from torch.distributed.fsdp import FSDPModule
 
+    if (scale is not None and not isinstance(scale, str)) or not isinstance(seed, int):
+        raise TypeError(f"fsdp.compress: scale is a name and seed a whole number, not {scale!r} and {seed!r}")
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise TypeError("fsdp.compress takes a model that torch.distributed.fsdp.fully_shard was called on")
@@ -214,7 +224,10 @@ def compress(
             f"scale={scale!r} needs to know layers, and FSDP2 shows none; take 'local', 'block:<n>', 'none', or leave it out: "
             "formats of fewer than 8 bits have 'block:32', all others 'local'"
         )
-    codecs = {kind: codec_of(format, rounding, scale) for kind, format in (("reduce", reduce), ("gather", gather)) if format}
+    if any(_handles.get(module) is not None for module in modules):
+        raise RuntimeError("this model is compressed already: call remove() on the handle of that first")
+    wanted = {"reduce": reduce, "gather": gather}
+    codecs = {kind: codec_of(format, rounding, scale) for kind, format in wanted.items() if format is not None}
     groups = {module: _ShardedParameters(module) for module in modules}
     _check_replicas(groups.values(), reduces=reduce is not None)
     device = next(model.parameters()).device
@@ -225,7 +238,12 @@ def compress(
         warm_up({codec}, device, reduction=reduction, world=max(group.shards for group in groups.values()), dtypes=dtypes)
     if dist.get_rank() == 0:
         warn_of_scales(codecs.values(), dist.get_world_size())
+    said = f"version={__version__} modules={len(modules)} seed={seed} " + " ".join(f"{k}={c.format}" for k, c in codecs.items())
+    said += f" scale={scale} rounding={rounding}"
+    for process_group in {id(group.ranks): group.ranks for group in groups.values() if group.ranks is not None}.values():
+        agree(process_group, said, "how to compress")
     for module, group in groups.items():
+        _handles[module] = handle
         module.set_custom_reduce_scatter(_reduce_scatter(codecs.get("reduce"), handle, group))
         if gather is not None:
             module.set_custom_all_gather(_all_gather(codecs["gather"], handle))

@@ -11,7 +11,7 @@ from lowp.wire.scaling import divide_
 
 def scaled(source: Tensor, stretch: Stretch, factors: Tensor | None, divisor: int = 1) -> Tensor:
     """Numbers of a chunk or a shard in float32, each layer times its factor, divided; without either, float32 as it is."""
-    if factors is None and divisor == 1:
+    if (factors is None and divisor == 1) or not source.numel():
         return source.to(torch.float32)
     device = source.device
     ones = 1, 1 + stretch.runs[-1][0]

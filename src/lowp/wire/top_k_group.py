@@ -40,7 +40,7 @@ class TopKGroup:
             shards, begins = [], []
             for message in range(messages):
                 for segment, row in zip(self._group.segments, rows, strict=True):
-                    part = replace(segment.part, codec=codec.of_kept, offset=0, size=row.kept)
+                    part = replace(segment.part, codec=codec.of_kept, offset=0, size=row.kept, place=None)
                     shards.append(Shard(0, row.kept, (part,)))
                     begins.append(message * stride + row.begin + PartLayout.of(codec, row.size).payload)
             starts = [0, *accumulate(shard.size for shard in shards)][:-1]
