@@ -84,7 +84,7 @@ class Claim:
         mine, theirs = own.figures(results.metric), base.figures(results.metric)
         sign = 1 if results.higher_is_better else -1
         pairs = [sign * (mine[seed] - theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())]
-        lost = sum(seed in theirs for seed in own.seeds_in("diverged"))
+        lost = sum(seed in theirs for seed in own.lost(results.metric))
         return _judge(self.kind, self.margin, Summary.of(pairs), lost)
 
 

@@ -64,6 +64,30 @@ def test_runs_of_their_own_are_grouped_by_their_recipes(tmp_path):
     assert results.baseline == results.settings[0].name
 
 
+def test_a_seed_that_was_run_twice_counts_once(tmp_path):
+    """Two runs of one seed and recipe differ by nothing: with both, an interval is zero, and any difference certain."""
+    for name, wire, seed in (("a", "e5m2", 0), ("b", "e5m2", 0), ("c", "fp32", 0), ("d", "fp32", 0)):
+        pretend_run(
+            tmp_path / name, f'name = "{name}"\nseed = {seed}\n[wire]\nformat = "{wire}"\n', 0.8 if wire == "fp32" else 0.7
+        )
+    (results,) = results_of([tmp_path / name for name in "abcd"])
+    assert {(row["n"], row["planned"], row["verdict"] == "baseline") for row in results.records()} == {
+        (1, 1, True),
+        (1, 1, False),
+    }
+    assert {row["verdict"] for row in results.records()} == {"baseline", "more seeds needed"}
+    assert len(results.runs) == 4  # all are shown
+
+
+def test_a_figure_that_is_not_finite_is_a_loss(tmp_path):
+    def metric(setting, seed):
+        return float("nan") if setting == "bad" else accuracy(setting, seed)
+
+    pretend(tmp_path / "s", plan_of(write_study(tmp_path, BODY, head="seeds = 4")), metric)
+    rows = {row["setting"]: row for row in study_results(tmp_path / "s").records()}
+    assert (rows["bad"]["n"], rows["bad"]["verdict"]) == (0, "worse")
+
+
 def test_what_is_neither_a_run_nor_a_study_is_named(tmp_path):
     with pytest.raises(ValueError, match="is neither a run nor a study"):
         results_of([tmp_path])

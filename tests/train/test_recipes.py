@@ -142,6 +142,20 @@ def test_a_file_is_named_after_itself_and_may_have_a_base(tmp_path):
     assert read_recipe(second) == expected
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.options.width": 8, "model.name": "cnn"},
+        {"model.options.width": 8, "model": {"name": "cnn"}},
+        {"model.options.width": 8, "model": ModelSettings(name="cnn")},
+    ],
+)
+def test_a_name_comes_before_the_options_that_are_given_with_it(changes):
+    """However the name is written, and in any order."""
+    model = with_changes(read_recipe("fp32"), **changes).model
+    assert (model.name, model.options) == ("cnn", {"width": 8})
+
+
 def test_another_name_drops_the_options_beside_it(tmp_path):
     file = write(tmp_path, "mine.toml", 'base = "fp32"\n[model]\nname = "cnn"\noptions = { hidden = 64 }\n')
     assert read_recipe("fp32").model.options == {"hidden": [256, 128]}

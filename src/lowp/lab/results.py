@@ -38,12 +38,18 @@ class SettingRuns:
     failures: Mapping[int, str] = field(default_factory=dict)  # by seed, the reasons of runs that failed
 
     def figures(self, metric: str) -> dict[int, float]:
-        """By seed, of runs that are finished, as far as they are finite."""
-        found = {seed: getattr(run, metric) for seed, run in self.runs.items() if run.state == "finished"}
+        """By seed, of runs that are finished, as far as they are finite. What was run twice with a seed counts once."""
+        found = {seed: getattr(run, metric) for seed, run in self.runs.items() if run.state == "finished" and seed >= 0}
         return {seed: value for seed, value in found.items() if value is not None and math.isfinite(value)}
 
     def seeds_in(self, *states: str) -> list[int]:
         return [seed for seed, run in self.runs.items() if run.state in states]
+
+    def lost(self, metric: str) -> list[int]:
+        """The seeds of runs that diverged, or that ended with a figure that is not finite."""
+        figures = {seed: getattr(run, metric) for seed, run in self.runs.items() if run.state == "finished"}
+        ended_badly = [seed for seed, value in figures.items() if value is not None and not math.isfinite(value)]
+        return [*self.seeds_in("diverged"), *ended_badly]
 
     def mean(self, figure: str) -> float | None:
         """Of any figure of finished runs, for tables; None where none has it."""
@@ -73,7 +79,7 @@ class StudyResults:
     def comparisons(self) -> dict[str, Comparison]:
         figures = {setting.name: setting.figures(self.metric) for setting in self.settings}
         base = figures[self.baseline]
-        lost = {each.name: sum(seed in base for seed in each.seeds_in("diverged")) for each in self.settings}
+        lost = {each.name: sum(seed in base for seed in each.lost(self.metric)) for each in self.settings}
         return compare(figures, self.baseline, higher_is_better=self.higher_is_better, margin=self.margin, lost=lost)
 
     def setting(self, name: str) -> SettingRuns:
@@ -231,7 +237,8 @@ def runs_results(paths: Sequence[Path], metric: str = "accuracy", read: RunReade
         groups.setdefault(_identity(run), []).append(run)
     names = _names_of(list(groups.values()))
     settings = tuple(
-        SettingRuns(name, (), {}, _by_seed(group), len(group)) for name, group in zip(names, groups.values(), strict=True)
+        SettingRuns(name, (), {}, own := _by_seed(group), sum(seed >= 0 for seed in own))
+        for name, group in zip(names, groups.values(), strict=True)
     )
     damage = tuple(line for run in runs for line in run.damage)
     return StudyResults("runs", "", Path(), metric, None, settings[0].name, settings, damage)
@@ -243,9 +250,9 @@ def _identity(run: Run) -> str:
 
 
 def _by_seed(group: Sequence[Run]) -> dict[int, Run]:
-    """Two runs with one seed are the same run twice; the second gets a number that no seed has."""
+    """Two runs with one seed are the same run twice: the second is shown, under a number that no seed has."""
     found: dict[int, Run] = {}
-    for run in group:
+    for run in sorted(group, key=lambda run: run.state != "finished"):
         seed = run.recipe.get("seed", 0)
         while seed in found:
             seed = min(-1, min(found) - 1)

@@ -176,11 +176,15 @@ def _validated(document: Any, source: str) -> Recipe:
 
 def _changed(document: Any, changes: list[tuple[Path, Any]]) -> Any:
     """Names come first: a new one empties the options beside it, which another change may then fill."""
-    for path, value in sorted(changes, key=lambda change: change[0][-1] != "name"):
+    for path, value in sorted(changes, key=lambda change: change[0][-1] != "name" and not _names(change[1])):
         for key in reversed(path):
             value = {key: value}
         document = _merged(document, with_current_keys(value, Recipe), Recipe)
     return document
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, Section) or (isinstance(value, dict) and "name" in value)
 
 
 def _merged(base: Any, changes: Any, kind: Any) -> Any:
