@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowp
 from lowp.wire import compressor
+from lowp.wire.settings import Settings
 from lowp.wire.virtual import VirtualExchange
 
 
@@ -123,6 +124,38 @@ def reduce_other_gradients(rank):
 
 def test_ranks_with_other_gradients():
     assert ranks.run(reduce_other_gradients, 2) == [True] * 2
+
+
+@pytest.mark.parametrize("error_feedback", [False, True])
+def test_steps_in_inference_mode(error_feedback):
+    gradients = {"a": torch.randn(4), "b": torch.randn(4)}
+    with alone():
+        reducers = [lowp.Compressor({"a": (4,), "b": (4,)}, "e2m1fn", error_feedback=error_feedback) for _ in range(2)]
+        for first in (True, False):
+            with torch.inference_mode(first):
+                found = reducers[0].reduce(gradients)
+            wanted = reducers[1].reduce(gradients)
+            assert all(torch.equal(found[name], wanted[name]) for name in gradients)
+        for reducer in reducers:
+            reducer.close()
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "message"),
+    [
+        ("e5m2", {"chunk": "8"}, "chunk is a number"),
+        ("e5m2", {"chunk": True}, "chunk is a number"),
+        ("e5m2", {"skip": 3}, "skip is a pattern"),
+        ("e5m2", {"layers": "last"}, "layers maps patterns"),
+        ("e5m2", {"error_feedback": "no"}, "error_feedback is True or False"),
+        ({"0": "e5m2"}, {}, "a schedule maps steps"),
+        ({0: "e5m2", 2.5: "fp16"}, {}, "a schedule maps steps"),
+        ({0: "e5m2", -3: "fp16"}, {}, "a schedule maps steps"),
+    ],
+)
+def test_arguments_of_another_kind(format, options, message):
+    with pytest.raises(TypeError, match=message):
+        Settings.of(format, **options)
 
 
 class Two(nn.Module):

@@ -226,6 +226,8 @@ class Compressor:
         self._collect()
         return self._total
 
+    @torch.inference_mode(False)  # what is made within it cannot be written to by the wire's thread
+    @torch.no_grad()
     def reduce(self, gradients: Mapping[str, Tensor], buckets: "Iterable[Iterable[str]] | None" = None) -> dict[str, Tensor]:
         """One step for a loop of one's own: the mean of every gradient over the ranks, in new tensors.
 

@@ -43,7 +43,8 @@ class LayerTensors(ABC):
         """A bucket's tensor, to be read and written."""
         found = self._of_buckets.get(bucket)
         if found is None:
-            found = self._joined(bucket, self.named(), device)
+            with torch.inference_mode(False):  # what is made within it cannot be written to outside of it
+                found = self._joined(bucket, self.named(), device)
             names = [layer.name for layer in bucket.layers]
             for before in {self._buckets[name] for name in names if name in self._buckets}:
                 self._take_apart(before)

@@ -68,10 +68,19 @@ class Settings:
             raise ValueError(f"unknown nonfinite={nonfinite!r}; it is one of {', '.join(NONFINITE)}")
         if not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed is a whole number from 0 on, not {seed!r}")
+        for name, value in (("kahan", kahan), ("error_feedback", error_feedback), ("measure", measure)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is True or False, not {value!r}")
+        if layers is not None and not isinstance(layers, Mapping):
+            raise TypeError(f"layers maps patterns of names to formats, as {{'*.bias': 'fp16'}}, not {layers!r}")
+        if not isinstance(skip, Iterable):
+            raise TypeError(f"skip is a pattern of names such as '*.bias', or several, not {skip!r}")
         skip = (skip,) if isinstance(skip, str) else tuple(skip)
         for pattern in (*skip, *(layers or {})):
             if not isinstance(pattern, str):
                 raise TypeError(f"layers are named by patterns such as '*.bias', not {pattern!r}")
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int)):
+            raise TypeError(f"chunk is a number of elements, not {chunk!r}")
         if chunk is not None and chunk < 1:
             raise ValueError(f"a chunk has at least one element, not {chunk}")
         if reduction != "auto":
@@ -102,7 +111,7 @@ class Settings:
         """Of every format that is named, once, as far as schedules tell."""
         found: dict[Codec, None] = {}
         for choice in self._choices:
-            for step in sorted({0, *choice}) if isinstance(choice, Mapping) else [0]:
+            for step in (0, *choice) if isinstance(choice, Mapping) else (0,):
                 found[self.codec_at(choice, step)] = None
         return list(found)
 
@@ -114,6 +123,8 @@ class Settings:
     def codec_at(self, choice: Scheduled, step: int) -> Codec:
         """The codec of a schedule at a step: {first step: format, ...}, a function of the step, or one format for all."""
         if isinstance(choice, Mapping):
+            if any(isinstance(first, bool) or not isinstance(first, int) or first < 0 for first in choice):
+                raise TypeError(f"a schedule maps steps, whole numbers from 0 on, to formats, not {dict(choice)!r}")
             if not choice or min(choice) > 0:
                 raise ValueError(f"a schedule maps first steps to formats and begins with step 0, not {dict(choice)!r}")
             choice = choice[max(first for first in choice if first <= step)]
