@@ -192,6 +192,22 @@ def test_parameters_frozen_or_thawed_after_ddp(freeze):
     assert ranks.run(freeze_or_thaw, 2, freeze) == [True] * 2
 
 
+def take_static_steps(rank):
+    """In the first step of a static graph DDP gives every bucket the number 0, and says of none that it is the last."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 4))
+    net[1].register_forward_pre_hook(lambda _, inputs: tuple(x.bfloat16() for x in inputs))
+    net[2].register_forward_pre_hook(lambda _, inputs: tuple(x.float() for x in inputs))
+    ddp = DistributedDataParallel(net, static_graph=True, bucket_cap_mb=0.0001)
+    handle = lowp.compress_gradients(ddp, "e5m2")
+    for _ in range(3):
+        ddp(torch.ones(2, 4)).sum().backward()
+    return handle.step, len(handle.buckets) > 1
+
+
+def test_static_graphs_of_several_buckets():
+    assert ranks.run(take_static_steps, 2) == [(3, True)] * 2
+
+
 def leave_a_parameter_unused(rank):
     """What was given, less what was got and what is left, over steps in which no rank uses b."""
     model = Two()

@@ -129,7 +129,7 @@ class Handle:
         if self._seen == 0:
             self._refusal, self._submitted = self._cannot_join(), False
         self._seen += len(names)
-        last = bucket.is_last()
+        last = self._seen >= len(self._names) or bucket.is_last()  # (which DDP does not say in a static graph's first step)
         if "" in names or (last and self._seen != len(self._names)):
             self._refusal = self._refusal or _OTHER_PARAMETERS
         if not self._compressor.compresses:
