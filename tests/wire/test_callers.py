@@ -208,29 +208,50 @@ def test_static_graphs_of_several_buckets():
     assert ranks.run(take_static_steps, 2) == [(3, True)] * 2
 
 
+def gradients_of(model, rank, step):
+    """A step's own gradients, on one rank: rank 1 uses both parameters in every other step, rank 0 in every fourth."""
+    model.uses_both = step % (4 - 2 * rank) == 0
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+    found = torch.autograd.grad(model(x).square().sum(), [*model.parameters()], allow_unused=True)
+    return x, {name: gradient for (name, _), gradient in zip(model.named_parameters(), found, strict=True)}
+
+
 def leave_a_parameter_unused(rank):
-    """What was given, less what was got and what is left, over steps in which no rank uses b."""
+    """What was given of b, less what was got and what is left; and the gradients and the buckets of each step."""
     model = Two()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     handle = lowp.compress_gradients(ddp, "e2m1fn", error_feedback=True)
-    numbers, given, got, differences = torch.Generator().manual_seed(rank), torch.zeros(4, 4), torch.zeros(4, 4), []
-    for step in range(5):
-        model.uses_both = step % 2 == 0
-        x = torch.randn(2, 4, generator=numbers)
+    given, got, differences, steps = torch.zeros(4, 4), torch.zeros(4, 4), [], []
+    for step in range(8):
         ddp.zero_grad()
-        if model.uses_both:
-            given += torch.autograd.grad(model(x).square().sum(), model.b.weight)[0]
+        x, own = gradients_of(model, rank, step)
+        if own["b.weight"] is not None:
+            given += own["b.weight"]
         ddp(x).square().sum().backward()
         if model.b.weight.grad is not None:
             got += model.b.weight.grad
         left = handle.state_dict()["residuals"][str(rank)]["b.weight"].view(4, 4) - given
         dist.all_reduce(left)
         differences.append(float((left + got * dist.get_world_size()).abs().max()))
-    return max(differences)
+        steps.append(({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, handle.buckets))
+    return max(differences), steps
 
 
 def test_residuals_of_unused_parameters_are_kept():
-    assert max(ranks.run(leave_a_parameter_unused, 2)) < 1e-4
+    found = ranks.run(leave_a_parameter_unused, 2)
+    assert max(difference for difference, _ in found) < 1e-4
+    model = Two()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for rank in range(2):
+        _, steps = found[rank]
+        buckets = steps[0][1]
+        assert all(laid_out == buckets for _, laid_out in steps)
+        exchange = VirtualExchange(2, shapes, "e2m1fn", buckets=buckets, error_feedback=True)
+        for step, (real, _) in enumerate(steps):
+            virtual = exchange.reduce(lambda rank, step=step: gradients_of(model, rank, step)[1])
+            assert real.keys() == virtual.keys()
+            assert all(torch.equal(real[name], virtual[name]) for name in real)
+        assert any("b.weight" not in real for real, _ in steps)
 
 
 def decline_and_check(rank):

@@ -164,13 +164,16 @@ class VirtualExchange:
         codecs = [layer.codec for names in self.buckets for layer in self._parameters.bucket(names, self.state.step).layers]
         return not any(codec.stochastic or codec.keep < 1 or codec.scale.kind == "aps_delayed" for codec in codecs)
 
-    def reduce(self, gradients: Callable[[int], Mapping[str, Tensor]], mean: bool = True) -> dict[str, Tensor]:
-        """One step: every parameter's gradient, summed (or averaged) over the ranks."""
+    def reduce(self, gradients: Callable[[int], Mapping[str, Tensor | None]], mean: bool = True) -> dict[str, Tensor]:
+        """One step: every parameter's gradient, summed (or averaged) over the ranks.
+
+        None stands for zeros of a parameter that a rank has not used. What no rank has used has no result, as with DDP.
+        """
         results = self.sums(gradients, mean)
         self.state.step += 1
         return results
 
-    def sums(self, gradients: Callable[[int], Mapping[str, Tensor]], mean: bool = True) -> dict[str, Tensor]:
+    def sums(self, gradients: Callable[[int], Mapping[str, Tensor | None]], mean: bool = True) -> dict[str, Tensor]:
         """The same, without counting the step.
 
         All buckets are open at once, so that a rank's gradients are asked for once, or where the ranks first agree on scales,
@@ -194,19 +197,20 @@ class VirtualExchange:
         self._marks = []
         for bucket in buckets:
             flat, bad = bucket.totals(mean, self.state)
-            sizes = [self._shapes[name].numel() for name in bucket.names]
-            results |= {n: piece.view(self._shapes[n]) for n, piece in zip(bucket.names, flat.split(sizes), strict=True)}
+            pieces = zip(bucket.names, flat.split(bucket.sizes), strict=True)
+            results |= {name: piece.view(self._shapes[name]) for name, piece in pieces if name in bucket.used}
             self._marks.append((bucket.names, bad))
         return {name: results[name] for name in self._shapes if name in results}
 
-    def _open(self, names: list[str], example: Mapping[str, Tensor]) -> "_OpenBucket":
-        first = example[names[0]]
-        dtype = reduce(torch.promote_types, (example[name].dtype for name in names))  # as a real rank's bucket has it
+    def _open(self, names: list[str], example: Mapping[str, Tensor | None]) -> "_OpenBucket":
+        known = [gradient for name in names if (gradient := example[name]) is not None]
+        first = known[0] if known else next((g for g in example.values() if g is not None), torch.empty(0))
+        dtype = reduce(torch.promote_types, (gradient.dtype for gradient in known), known[0].dtype if known else first.dtype)
         bucket, first = self._parameters.bucket(names, self.state.step, dtype), first.new_empty(0, dtype=dtype)
         feedback = Feedback(self.residuals.__getitem__, bucket) if self._settings.error_feedback else None
-        return _OpenBucket(
-            names, bucket, self._world, SharedScales(bucket, self._world, self.state, first.device), first, feedback
-        )
+        sizes = [self._shapes[name].numel() for name in names]
+        scales = SharedScales(bucket, self._world, self.state, first.device)
+        return _OpenBucket(names, sizes, bucket, self._world, scales, first, feedback)
 
     def bytes_sent(
         self, rank: int = 0, device: "torch.device | str" = "cpu", dtype: torch.dtype = torch.float32
@@ -233,25 +237,31 @@ class _OpenBucket:
     def __init__(
         self,
         names: list[str],
+        sizes: list[int],
         bucket: Bucket,
         world: int,
         scales: SharedScales,
         example: Tensor,
         feedback: Feedback | None,
     ) -> None:
-        self.names = names
+        self.names, self.sizes = names, sizes
+        self.used: set[str] = set()  # by some rank
         self._bucket, self._world, self._scales, self._example, self._feedback = bucket, world, scales, example, feedback
         self.agrees = scales.agreeing > 0
 
-    def _flat(self, rank: int, gradients: Mapping[str, Tensor]) -> Tensor:
+    def _flat(self, rank: int, gradients: Mapping[str, Tensor | None]) -> Tensor:
         """A rank's gradients, with what rounding took from the last ones."""
-        pieces = [gradients[name].detach().reshape(-1) for name in self.names]
+        self.used.update(name for name in self.names if gradients[name] is not None)
+        pieces = [
+            self._example.new_zeros(size) if (gradient := gradients[name]) is None else gradient.detach().reshape(-1)
+            for name, size in zip(self.names, self.sizes, strict=True)
+        ]
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if self._feedback is not None:
             return self._feedback.add(rank, flat)
         return flat if flat.dtype != torch.float64 else flat.to(torch.float32)
 
-    def measure(self, rank: int, gradients: Mapping[str, Tensor]) -> None:
+    def measure(self, rank: int, gradients: Mapping[str, Tensor | None]) -> None:
         """Agree on scales: the largest bound of all ranks counts."""
         before = self._scales.bounds
         bounds = self._scales.measure(self._flat(rank, gradients))
@@ -271,7 +281,7 @@ class _OpenBucket:
         self._sums = [chunk_sum(chunk, reduction, self._rules, self._indices) for chunk in self._chunks]
         self.turns = {reduction.turn(rank, i or 0, self._world) for rank in range(self._world) for i in self._indices}
 
-    def visit(self, rank: int, turn: int, gradients: Mapping[str, Tensor]) -> None:
+    def visit(self, rank: int, turn: int, gradients: Mapping[str, Tensor | None]) -> None:
         """Add one rank's numbers wherever it is their turn."""
         flat = self._flat(rank, gradients)
         for chunk, own in zip(self._chunks, self._sums, strict=True):
@@ -293,7 +303,17 @@ class _OpenBucket:
             remember_bounds(state, self._bucket, travelled)
         if self._feedback is not None:
             self._feedback.finish(list(self._owners()))
+            self._give_back(self._feedback, result if mean else result / self._world)
         return result, marks_of(every_unit)
+
+    def _give_back(self, feedback: Feedback, means: Tensor) -> None:
+        """As `Compressor.give_back`, on every rank."""
+        begin = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if name not in self.used:
+                for rank in range(self._world):
+                    feedback.give_back(rank, begin, means[begin : begin + size])
+            begin += size
 
     def _owners(self) -> Iterator[tuple[int, Shard]]:
         """Who adds up which shard in a real world."""
