@@ -101,8 +101,7 @@ class Outputs:
 
 
 def _title(trainer: Trainer) -> str:
-    recipe, data = trainer.recipe, trainer.data
-    count = sum(p.numel() for p in trainer.model.parameters())
+    recipe, data, count = trainer.recipe, trainer.data, trainer.parameters_of_model
     ranks = f"{recipe.virtual_ranks} virtual ranks" if recipe.virtual_ranks > 1 else f"{recipe.ranks} real ranks"
     where = "one process" if recipe.virtual_ranks == recipe.ranks == 1 else ranks
     return (
