@@ -86,7 +86,7 @@ def check_on_ray(recipe: Recipe) -> None:
 def _threads(recipe: Recipe, out: Path) -> int:
     """As a local run has them: the recipe's, those that a resumed run began with, or those of as many local processes."""
     if not recipe.threads and (out / RECIPE).is_file():
-        recorded = int(tomllib.loads((out / RECIPE).read_text()).get("threads", 0))
+        recorded = int(tomllib.loads((out / RECIPE).read_text(encoding="utf-8")).get("threads", 0))
         if recorded:
             return recorded
     return threads_of_a_rank(recipe.threads, recipe.ranks)
@@ -154,7 +154,7 @@ def _work(settings: dict[str, Any]) -> None:
     the run is there already."""
     with tempfile.TemporaryDirectory(prefix="lowp-recipe-") as folder:
         file = Path(folder) / "recipe.toml"
-        file.write_text(settings["recipe"])
+        file.write_text(settings["recipe"], encoding="utf-8")
         recipe = read_recipe(str(file))
     sys.path += [path for path in settings["path"] if path not in sys.path]
     torch.set_num_threads(recipe.threads)

@@ -104,7 +104,7 @@ def _with_recorded_threads(recipe: Recipe, world: World, directory: RunDirectory
     they decide the last bits of sums."""
     recorded = b""
     if directory is not None and directory.resumed:
-        recorded = str(tomllib.loads((directory.path / RECIPE).read_text()).get("threads", 0)).encode()
+        recorded = str(tomllib.loads((directory.path / RECIPE).read_text(encoding="utf-8")).get("threads", 0)).encode()
     threads = int(world.tell(recorded if world.first else None) or 0)
     if not threads:
         return recipe
@@ -209,7 +209,7 @@ class _TrainingRun:
         with audit(mode="report", allow=AUDIT_ALLOWS) as report:
             self.trainer.train_step()
         if self.directory is not None:
-            (self.directory.path / "audit.txt").write_text(f"{report}\n")
+            (self.directory.path / "audit.txt").write_text(f"{report}\n", encoding="utf-8")
         if not report.clean:
             raise ValueError(f"precision.audit: the first step is not free of tensors of 32 bits and more: {report.verdict}")
         self.outputs.say("audit: the first step made no tensor of 32 bits or more (audit.txt)")
