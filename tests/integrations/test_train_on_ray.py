@@ -65,6 +65,9 @@ def test_numbers_are_those_of_local_processes_even_if_a_worker_dies(cluster, cap
         assert "epoch 2: test loss" in said
         assert tensors(there.path) == tensors(local.path)
         assert (there.accuracy, there.metrics["bytes_sent"]) == (local.accuracy, local.metrics["bytes_sent"])
+        with pytest.raises(RanksFailed, match="workers of Ray failed"):  # refused: another seed
+            lowp.train(there.path, ["seed=1"], ranks=2, on="ray", resume=True, quiet=True)
+        assert read_status(there.path)["state"] == "finished"
         dies = [*CHANGES[:-1], f"model.options.tomb={folder / 'tomb'}"]
         with pytest.raises(RanksFailed, match="workers of Ray failed"):
             lowp.train("aps8", dies, ranks=2, out=folder / "dead", on="ray", quiet=True)

@@ -7,7 +7,8 @@ import pytest
 
 from lowp.training.reading import read_recipe
 from lowp.training.run import run
-from train.training import final_state
+from train import training
+from train.training import arguments, final_state
 
 SETTINGS = (
     "data.name=fashion14",
@@ -36,6 +37,36 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, tmp_path):
     assert final_state(tmp_path / "halves") == final_state(tmp_path / "whole")
     whole_losses, losses = (losses_of(tmp_path / name) for name in ("whole", "halves"))
     assert whole_losses == losses
+    assert bytes_of(tmp_path / "halves") == bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("kind", "format", "ranks"), [("split", "e5m2", 3), ("split", "fp32", 2), ("pipeline", "e5m2", 2)])
+def test_parameters_and_bytes_of_real_ranks_are_those_of_virtual_ones(kind, format, ranks, tmp_path):
+    """A rank has a part of the parameters; and ranks send different amounts, of which the mean is told."""
+    changes = {"parallel__kind": kind, "parallel__format": format, "learning_rate__kind": "constant", "data__limit": 96}
+    with training.server(tmp_path) as server:
+        server.run(arguments("fp32", tmp_path / "virtual", "--virtual-ranks", str(ranks), **changes))
+        server.run_ranks(arguments("fp32", tmp_path / "real", "--ranks", str(ranks), **changes), ranks)
+    assert bytes_of(tmp_path / "real") == bytes_of(tmp_path / "virtual")
+    real, virtual = (training.records(tmp_path / name)[-1]["parameters"] for name in ("real", "virtual"))
+    assert real == virtual == 14 * 14 * 16 + 16 + 16 * 10 + 10
+
+
+def test_bytes_are_the_same_however_a_run_was_interrupted(tmp_path):
+    """Of three ranks, which send no whole number of bytes on average."""
+    settings = [*SETTINGS, "virtual_ranks=3", "data.limit=256", "parallel.kind=split", "learning_rate.kind=constant"]
+    recipe = read_recipe("mnist-model-parallel", settings)
+    run(recipe.model_copy(update={"epochs": 5}), tmp_path / "whole", quiet=True)
+    for epochs in range(1, 6):
+        run(recipe.model_copy(update={"epochs": epochs}), tmp_path / "parts", resume=True, quiet=True)
+    assert bytes_of(tmp_path / "parts") == bytes_of(tmp_path / "whole")
+
+
+def bytes_of(folder: Path) -> list[tuple[int, int]]:
+    """All along, and at the end."""
+    *records, last = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    trained = [record for record in records if record["kind"] == "train"]
+    return [(record["bytes_sent"], record["bytes_of_fp32"]) for record in (*trained, last)]
 
 
 def losses_of(folder: Path) -> list[float]:

@@ -137,6 +137,22 @@ def test_ctrl_c_twice_ends_ranks_that_do_not_stop(server, tmp_path):
 # Threads.
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_are_utf8_whatever_the_locale_is(ranks, tmp_path):
+    """The recipe that ranks read, and the one that a resume reads."""
+    recipe, keys = tmp_path / "mine.toml", '\ndata.limit = 192\nmodel.options.hidden = [12]\ndevice = "cpu"\n'
+    recipe.write_text(f'description = "Größe"\nbatch = 48\nepochs = 1\nthreads = 0{keys}', encoding="utf-8")
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONWARNDEFAULTENCODING": "1"}
+    command = [sys.executable, "-m", "lowp", "train", str(recipe), "--ranks", str(ranks), "--out", str(tmp_path / "run")]
+    for more in ([], ["--resume"]):
+        environment = training._environment() | ascii_only
+        done = subprocess.run([*command, *more], env=environment, capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        ours = [line for line in done.stderr.splitlines() if b"EncodingWarning" in line and b"src/lowp" in line]
+        assert not ours
+    assert tomllib.loads((tmp_path / "run/recipe.toml").read_text(encoding="utf-8"))["description"] == "Größe"
+
+
 def test_threads_of_a_rank(monkeypatch):
     """The recipe's, else OMP_NUM_THREADS, else the cores divided by the ranks."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))

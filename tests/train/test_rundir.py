@@ -73,10 +73,13 @@ def test_a_run_is_resumed(tmp_path):
     with create(tmp_path / "a", place="first") as run:
         run.set_status(state="stopped", step=120, epoch=1.25, message="stopped by SIGTERM")
     for number, place in enumerate(("second", "third")):
+        before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.name != "run.lock"}
         with create(tmp_path / "a", resume=True, recipe="seed = 2\n", place=place) as run:
             assert run.resumed
+            assert {path: path.read_bytes() for path in run.path.iterdir() if path.name != "run.lock"} == before
+            run.begin(f"seed = {number}\n", {"host": place})  # whoever has it knows now that it can go on
             assert run.status() == {"state": "running", "step": 120, "epoch": 1.25, "message": ""}
-            assert (run.path / "recipe.toml").read_text() == "seed = 1\n"
+            assert (run.path / "recipe.toml").read_text() == f"seed = {number}\n"
             found = json.loads((run.path / "environment.json").read_text())
             assert found == {"host": place, "earlier": [{"host": "first"}, {"host": "second"}][: number + 1]}
     with create(tmp_path / "b", resume=True) as run:  # nothing to resume: begin

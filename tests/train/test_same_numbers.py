@@ -167,9 +167,10 @@ def test_real_ranks_are_virtual_ranks_in_every_case(name, ranks, lowp_server, tm
 
 
 @pytest.mark.other_cpu
-def test_virtual_ranks_go_on_where_real_ones_stopped(lowp_server, tmp_path):
+@pytest.mark.parametrize("case", [REAL[1], "promote"])
+def test_virtual_ranks_go_on_where_real_ones_stopped(case, lowp_server, tmp_path):
     """And the other way round: a checkpoint is of ranks, whoever stands for them."""
-    case, setting = REAL[1], {"checkpoints__every": 1, "checkpoints__keep": 100}
+    setting = {"checkpoints__every": 1, "checkpoints__keep": 100}
     lowp_server.run(of_case(case, "--virtual-ranks", "2", out=tmp_path / "whole", **setting))
     copy = stopped_at(tmp_path / "whole", 4, tmp_path / "copy")
     lowp_server.run_ranks(of_case(case, "--ranks", "2", "--resume", out=copy, **setting), 2)

@@ -12,7 +12,7 @@ _RECIPES = Path(__file__).parents[1] / "training" / "recipes"
 
 def recipe_names() -> list[str]:
     """As they stand in the sources: to import them takes seconds."""
-    texts = (path.read_text() for path in sorted(_RECIPES.glob("*.py")))
+    texts = (path.read_text(encoding="utf-8") for path in sorted(_RECIPES.glob("*.py")))
     return [name.replace("_", "-") for text in texts for name in re.findall(r"^@named\ndef (\w+)\(", text, re.MULTILINE)]
 
 

@@ -159,7 +159,9 @@ def _compiler() -> Diagnosis:
 
     try:
         name = compiler()
-        said = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        said = subprocess.run(
+            [name, "--version"], capture_output=True, encoding="utf-8", errors="replace", timeout=SECONDS, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         advice = "install g++ (apt install g++) or clang++ (xcode-select --install): without one, CPUs round many times slower"
         return Diagnosis("C++ compiler", LESS, " ".join(str(error).split()), advice)
@@ -256,7 +258,9 @@ def _gloo(store: str, other: "subprocess.Popen[str]") -> Diagnosis:
 def _start_rank(store: str) -> "subprocess.Popen[str]":
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", _OTHER_RANK, store]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+    )
 
 
 def measure_link(store: str, rank: int) -> tuple[float, float]:

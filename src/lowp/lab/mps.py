@@ -56,6 +56,6 @@ def _processes(folder: str) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
             ours = f"{FOLDER}={folder}".encode() in (process / "environ").read_bytes().split(b"\0")
-            if ours and (process / "comm").read_text().strip() == COMMAND:
+            if ours and (process / "comm").read_text(encoding="utf-8", errors="replace").strip() == COMMAND:
                 found.append(int(process.name))
     return found

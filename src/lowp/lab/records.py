@@ -58,7 +58,7 @@ class RecordedStudy:
 def record_of(path: Path) -> str:
     """The record of the study in a directory."""
     results = study_results(path)
-    plan = json.loads((path / PLAN).read_text())
+    plan = json.loads((path / PLAN).read_text(encoding="utf-8"))
     head = {key: plan[key] for key in ("name", "description", "base", "seeds", "metric", "margin", "baseline", "settings")}
     head["settings"] = [{key: each[key] for key in ("name", "changes", "labels")} for each in head["settings"]]
     facts = {"recorded": datetime.now(UTC).strftime("%Y-%m-%d"), "environments": _environments(results)}
@@ -81,7 +81,7 @@ def _environments(results: StudyResults) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for run in results.runs:
         try:
-            told = json.loads((run.path / ENVIRONMENT).read_text())
+            told = json.loads((run.path / ENVIRONMENT).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         own = {key: told.get(key) for key in _ENVIRONMENT}
@@ -114,7 +114,7 @@ def read_record(path: Path) -> RecordedStudy:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise StudyError(f"{path}: cannot be read ({type(error).__name__})") from None
     if not lines or not all(isinstance(line, dict) for line in lines):

@@ -94,7 +94,7 @@ class StudyDirectory:
 def read_log(path: Path) -> list[Record]:
     """The whole lines of study.jsonl."""
     try:
-        lines = (path / LOG).read_text(errors="replace").splitlines()
+        lines = (path / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     found = []

@@ -86,7 +86,7 @@ def check_on_ray(recipe: Recipe) -> None:
 def _threads(recipe: Recipe, out: Path) -> int:
     """As a local run has them: the recipe's, those that a resumed run began with, or those of as many local processes."""
     if not recipe.threads and (out / RECIPE).is_file():
-        recorded = int(tomllib.loads((out / RECIPE).read_text()).get("threads", 0))
+        recorded = int(tomllib.loads((out / RECIPE).read_text(encoding="utf-8")).get("threads", 0))
         if recorded:
             return recorded
     return threads_of_a_rank(recipe.threads, recipe.ranks)
@@ -128,17 +128,21 @@ def _fit(recipe: Recipe, out: Path, data: Path | None, on_gpus: bool, max_restar
             failure_config=train.FailureConfig(max_failures=max_restarts),
         ),
     )
+    before = read_status(out)
     try:
         trainer.fit()
     except Exception as error:  # of Ray: workers that died, or raised; which kind it is, is Ray's own matter
-        if read_status(out)["state"] == "finished":  # all of them had done their work
+        status = read_status(out)
+        if status == before:  # these workers may have been refused: what it says need not be about them
+            status = {"state": "", "message": ""}
+        if status["state"] == "finished":  # all of them had done their work
             return
-        raise RanksFailed(f"workers of Ray failed: {_reason(error, out)}") from error
+        raise RanksFailed(f"workers of Ray failed: {_reason(error, status['message'])}") from error
 
 
-def _reason(error: Exception, out: Path) -> str:
+def _reason(error: Exception, said: str) -> str:
     """What the run itself says; else which ranks Ray found dead; else the beginning of what Ray says."""
-    if said := read_status(out)["message"]:
+    if said:
         return said
     if dead := sorted(getattr(error, "worker_failures", {})):
         return f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))} died; Ray's logs say more"
@@ -150,7 +154,7 @@ def _work(settings: dict[str, Any]) -> None:
     the run is there already."""
     with tempfile.TemporaryDirectory(prefix="lowp-recipe-") as folder:
         file = Path(folder) / "recipe.toml"
-        file.write_text(settings["recipe"])
+        file.write_text(settings["recipe"], encoding="utf-8")
         recipe = read_recipe(str(file))
     sys.path += [path for path in settings["path"] if path not in sys.path]
     torch.set_num_threads(recipe.threads)

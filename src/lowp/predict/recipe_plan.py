@@ -105,7 +105,7 @@ def planned_recipe(recipe: Recipe, out: Path | None = None, *, data: Path | None
     if recipe.wire.format != PLAN:
         return recipe
     if out is not None and (out / RECIPE).is_file():
-        wire = tomllib.loads((out / RECIPE).read_text())["wire"]
+        wire = tomllib.loads((out / RECIPE).read_text(encoding="utf-8"))["wire"]
         say(f"wire: as planned before ({out / RECIPE})")
         return with_changes(recipe, wire=wire)
     if is_rank():
@@ -127,7 +127,7 @@ def _cluster(recipe: Recipe, data: Path | None) -> Cluster:
         )
     with tempfile.TemporaryDirectory(prefix="lowp-plan-") as folder:
         file, found = Path(folder) / "recipe.toml", Path(folder) / "cluster.toml"
-        file.write_text(to_toml(recipe))
+        file.write_text(to_toml(recipe), encoding="utf-8")
         command = ["calibrate", "--recipe", str(file), "--out", str(found), "--seconds", str(SECONDS), "--quiet"]
         command += ["--data", str(data)] if data is not None else []
         code = launch(command, recipe.ranks, recipe.threads, 0)

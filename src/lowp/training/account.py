@@ -39,9 +39,15 @@ class Account:
         return self._before["seconds"] + time.perf_counter() - self._clock
 
     def _bytes(self) -> tuple[float, float]:
-        """Multiples of 1 / ranks. Written as the nearest float to one, they are the same however the sum was interrupted."""
-        ranks, before = self._trainer.recipe.shares, (self._before["bytes_sent"], self._before["bytes_of_fp32"])
-        sent, of_fp32 = (a + b for a, b in zip(before, self._trainer.exchange.bytes_sent(), strict=True))
+        """Multiples of 1 / ranks. Written as the nearest float to one, they are the same however the sum was interrupted.
+
+        The ranks of a divided model send different amounts: the mean, for which all of them must ask.
+        """
+        recipe, world, here = self._trainer.recipe, self._trainer.world, self._trainer.exchange.bytes_sent()
+        if self._trainer.placement is not None:
+            here = (world.sum(torch.tensor(here, dtype=torch.float64)) / world.ranks).tolist()
+        ranks, before = max(recipe.ranks, recipe.virtual_ranks), (self._before["bytes_sent"], self._before["bytes_of_fp32"])
+        sent, of_fp32 = (a + b for a, b in zip(before, here, strict=True))
         return round(sent * ranks) / ranks, round(of_fp32 * ranks) / ranks
 
     def pause(self) -> None:
@@ -106,7 +112,7 @@ class Account:
             "memory": {role: counted.bytes_of(role) for role in MEMORY_ROLES},
             "times_ms": _milliseconds(self._phases()),
             "wire_ms": _milliseconds(trainer.exchange.seconds()),
-            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "parameters": trainer.parameters_of_model,
             "ranks": trainer.world.ranks,
             "virtual_ranks": trainer.recipe.virtual_ranks,
             "device": trainer.world.device.type,

@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
 def processor_name() -> str:
     """The model's name. platform.processor() gives only the architecture on Linux, or nothing."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -51,7 +51,7 @@ def _git_commit() -> str | None:
     """The whole hash, with `-dirty` behind it if tracked files have changed. None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+        found = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=GIT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()

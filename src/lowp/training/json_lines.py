@@ -52,6 +52,11 @@ class JsonLines:
             self._file.close()  # it is the old file's
             self._file = self.path.open("ab", buffering=0)
 
+    def holds(self, kind: str, step: int) -> bool:
+        """Is there such a record? Of an earlier step, there may be: a run that ended can be prolonged."""
+        records = (_record(line) or {} for line in self.path.read_bytes().splitlines())
+        return any(record.get("kind") == kind and record.get("step") == step for record in records)
+
     def sync(self) -> None:
         """Force it to the disk: before a checkpoint, so that it has the records up to there even if the machine fails."""
         with explained(LogError, f"write {self.path}"):

@@ -62,7 +62,7 @@ def launch_run(recipe: Recipe, out: Path, *, resume: bool, data: Path | None, qu
     check_directory(out, resume)
     with tempfile.TemporaryDirectory(prefix="lowp-recipe-") as folder:
         file = Path(folder) / "recipe.toml"
-        file.write_text(to_toml(recipe))
+        file.write_text(to_toml(recipe), encoding="utf-8")
         command = ["train", str(file), "--out", str(out)]
         command += ["--data", str(data)] if data is not None else []
         command += [flag for flag, wanted in (("--resume", resume), ("--quiet", quiet)) if wanted]

@@ -210,10 +210,12 @@ class Numerics:
         return {} if self._promote is None or self.simulation is None else {"overflows": self.simulation.overflow_counts()}
 
     def load_state_of_ranks(self, saved: list[dict[str, Any]]) -> None:
-        """From the entries of the ranks that this process stands for."""
+        """From the entries of the ranks that this process stands for. Virtual ranks count together, in the first one's entry:
+        the others, where they go on as processes, begin with none."""
         if self._promote is not None and self.simulation is not None:
-            counts = [entry["overflows"] for entry in saved if "overflows" in entry]
-            self.simulation.load_overflow_counts(torch.stack(counts).sum(0))
+            none = torch.zeros_like(self.simulation.overflow_counts())
+            counts = [entry["overflows"].to(none.device) for entry in saved if "overflows" in entry]
+            self.simulation.load_overflow_counts(torch.stack([none, *counts]).sum(0))
 
     def state_dict(self) -> dict[str, Any]:
         parts = {"simulation": self.simulation, "promote": self._promote, "switch": self._switch}

@@ -25,7 +25,7 @@ class Outputs:
         self._lines: JsonLines | None = None
         self._progress: Progress | None = None
         self._sinks: list[Sink] = []
-        self.ended = False  # before this process began: an `end` record is there
+        self.ended = False  # before this process began: the `end` record of the last step is there
         if directory is not None:
             self._open(directory, quiet, stack)
 
@@ -34,14 +34,14 @@ class Outputs:
         unit = "images" if trainer.data.kind == "image" else "sequences"
         title = _title(trainer)
         self._progress = stack.enter_context(Progress(trainer.steps, trainer.steps_per_epoch, title, quiet, unit=unit))
-        self._lines = JsonLines(directory.metrics)
-        stack.callback(self._lines.close)
-        self._lines.rewind(trainer.step)
-        self.ended = trainer.step == trainer.steps and b'"kind": "end"' in directory.metrics.read_bytes()
         recipe = trainer.recipe.model_dump()
         self._sinks = open_sinks(settings.sinks, directory.path, recipe, trainer.step, self._progress.message)
         for sink in self._sinks:
             stack.callback(sink.close)
+        self._lines = JsonLines(directory.metrics)
+        stack.callback(self._lines.close)
+        self._lines.rewind(trainer.step)
+        self.ended = trainer.step == trainer.steps and self._lines.holds("end", trainer.step)
         if settings.health:
             self._watch_health(stack, directory.health, settings.health)
 
@@ -101,8 +101,7 @@ class Outputs:
 
 
 def _title(trainer: Trainer) -> str:
-    recipe, data = trainer.recipe, trainer.data
-    count = sum(p.numel() for p in trainer.model.parameters())
+    recipe, data, count = trainer.recipe, trainer.data, trainer.parameters_of_model
     ranks = f"{recipe.virtual_ranks} virtual ranks" if recipe.virtual_ranks > 1 else f"{recipe.ranks} real ranks"
     where = "one process" if recipe.virtual_ranks == recipe.ranks == 1 else ranks
     return (

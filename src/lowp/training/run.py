@@ -8,6 +8,7 @@ import json
 import math
 import signal
 import tomllib
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -57,8 +58,9 @@ def run(
     processes takes seconds.
     """
     if world is None and recipe.ranks > 1 and not is_rank():
+        before = read_status(out)
         code = launch_run(recipe, out, resume=resume, data=data, quiet=quiet, max_restarts=max_restarts)
-        return _outcome(code, out)
+        return _outcome(code, out, before)
     joined = world
     asked = recipe.threads if joined is None else torch.get_num_threads()
     world = joined or World.join(recipe.device, asked, together=recipe.virtual_ranks)
@@ -75,7 +77,7 @@ def run(
             try:
                 return _TrainingRun(recipe, world, directory, data, quiet, stack).train()
             except Exception as error:
-                if directory is not None and not isinstance(error, Diverged):
+                if directory is not None and directory.begun and not isinstance(error, Diverged):
                     directory.set_status(state="failed", message=f"{type(error).__name__}: {error}")
                 raise
     finally:
@@ -83,8 +85,9 @@ def run(
             world.leave()
 
 
-def _outcome(code: int, out: Path) -> dict[str, Any]:
-    """What ranks in processes of their own came to: the record, or the error, that they would have left in this process."""
+def _outcome(code: int, out: Path, before: dict[str, Any]) -> dict[str, Any]:
+    """What ranks in processes of their own came to: the record, or the error, that they would have left in this process. Where
+    the status is still the one `before`, its message is not about these ranks."""
     status = read_status(out)
     if code == 0:
         return next(record for record in reversed(read_lines(out / METRICS)) if record["kind"] == "end")
@@ -92,7 +95,8 @@ def _outcome(code: int, out: Path) -> dict[str, Any]:
         return {"kind": "stopped", "step": status["step"], "signal": signal.Signals(code - 128).name}
     if code == DIVERGED_CODE:
         raise Diverged(status["message"])
-    raise RanksFailed(f"a rank ended with exit code {code}: {status['message'] or 'what it said is above'}")
+    message = "" if status == before else status["message"]
+    raise RanksFailed(f"a rank ended with exit code {code}: {message or 'what it said is above'}")
 
 
 def _with_recorded_threads(recipe: Recipe, world: World, directory: RunDirectory | None) -> Recipe:
@@ -100,7 +104,7 @@ def _with_recorded_threads(recipe: Recipe, world: World, directory: RunDirectory
     they decide the last bits of sums."""
     recorded = b""
     if directory is not None and directory.resumed:
-        recorded = str(tomllib.loads((directory.path / RECIPE).read_text()).get("threads", 0)).encode()
+        recorded = str(tomllib.loads((directory.path / RECIPE).read_text(encoding="utf-8")).get("threads", 0)).encode()
     threads = int(world.tell(recorded if world.first else None) or 0)
     if not threads:
         return recipe
@@ -118,16 +122,20 @@ def _check_audit(recipe: Recipe, device: torch.device, resume: bool) -> None:
 
 
 def _directory(world: World, recipe: Recipe, out: Path, resume: bool) -> RunDirectory | None:
-    """Rank 0's directory. Where it cannot have it, every rank hears why."""
-    directory, problem = None, b""
+    return _by_first(world, lambda: RunDirectory.create(out, to_toml(recipe), environment(), resume=resume))
+
+
+def _by_first(world: World, action: Callable[[], Any]) -> Any:
+    """Rank 0 alone does it. Where it cannot, every rank hears why."""
+    result, problem = None, b""
     if world.first:
         try:
-            directory = RunDirectory.create(out, to_toml(recipe), environment(), resume=resume)
+            result = action()
         except OSError as error:
             problem = str(error).encode()
     if answer := world.tell(problem if world.first else None):
         raise OSError(answer.decode())
-    return directory
+    return result
 
 
 class _TrainingRun:
@@ -138,9 +146,11 @@ class _TrainingRun:
         self.trainer = Trainer(recipe, world, data)
         stack.callback(self.trainer.close)
         saved, refused = saving.restore(self.trainer, directory.checkpoints if directory else None)
+        self._check_not_past()
         self._saved_at = self.trainer.step if saved is not None else -1
         self.account = Account(self.trainer, saved)
         self.outputs = Outputs(directory, self.trainer, quiet, stack)
+        _by_first(world, self._begin_again)
         self.outputs.status(state="running", message="")
         for line in refused:
             self.outputs.say(line)
@@ -148,6 +158,18 @@ class _TrainingRun:
             self.outputs.say(f"resumed at step {self.trainer.step} of {self.trainer.steps}")
         self._test: dict[str, Any] | None = None  # the last one
         self._stop = stack.enter_context(Stop(world.ranks))
+
+    def _check_not_past(self) -> None:
+        step, steps, each = self.trainer.step, self.trainer.steps, self.trainer.steps_per_epoch
+        if step > steps:
+            raise ValueError(
+                f"epochs: {self.recipe.epochs} would end the run after step {steps}, and it has done {step} already: to go on, "
+                f"--set epochs={step // each + 1} or more"
+            )
+
+    def _begin_again(self) -> None:
+        if self.directory is not None and self.directory.resumed:
+            self.directory.begin(to_toml(self.recipe), environment())
 
     def train(self) -> dict[str, Any]:
         trainer = self.trainer
@@ -187,7 +209,7 @@ class _TrainingRun:
         with audit(mode="report", allow=AUDIT_ALLOWS) as report:
             self.trainer.train_step()
         if self.directory is not None:
-            (self.directory.path / "audit.txt").write_text(f"{report}\n")
+            (self.directory.path / "audit.txt").write_text(f"{report}\n", encoding="utf-8")
         if not report.clean:
             raise ValueError(f"precision.audit: the first step is not free of tensors of 32 bits and more: {report.verdict}")
         self.outputs.say("audit: the first step made no tensor of 32 bits or more (audit.txt)")

@@ -43,12 +43,14 @@ class RunError(OSError):
 class RunDirectory:
     """The directory of one run, locked until `close`. Make one with `create`.
 
-    `resumed` is whether the run was there before.
+    `resumed` is whether the run was there before. `begun` is whether this process may change it: a new run is begun by
+    `create`, and one that was there by `begin`, when it is known that it can go on.
     """
 
     def __init__(self, path: Path, lock: FileIO, *, resumed: bool) -> None:
         self.path = path
         self.resumed = resumed
+        self.begun = False
         self.checkpoints = path / "checkpoints"
         self.metrics = path / METRICS
         self.health = path / "health.jsonl"
@@ -58,8 +60,8 @@ class RunDirectory:
     def create(cls, path: Path, recipe_toml: str, environment: dict[str, Any], *, resume: bool) -> Self:
         """Make the directory, or with `resume` go on with the run that it holds (if it holds none, begin it).
 
-        What is refused is left as it was. A resumed run keeps its recipe.toml; whether today's recipe fits it is the caller's
-        question.
+        What is refused is left as it was. Whether today's recipe fits a run that was there is the caller's question; if it
+        does, the caller calls `begin`.
         """
         check_directory(path, resume)
         with explained(RunError, f"create {path}"):
@@ -68,16 +70,19 @@ class RunDirectory:
         try:
             check_directory(path, resume)  # two may have begun at once, and the other had the lock first
             run = cls(path, lock, resumed=(path / RECIPE).exists())
-            run._begin(recipe_toml, environment)
+            if not run.resumed:
+                run.begin(recipe_toml, environment)
         except BaseException:
             lock.close()
             raise
         return run
 
-    def _begin(self, recipe_toml: str, environment: dict[str, Any]) -> None:
+    def begin(self, recipe_toml: str, environment: dict[str, Any]) -> None:
+        """Say what is trained from here on, and where. A resumed run's recipe.toml becomes the recipe that it goes on with: a
+        later resume must not fall back to the one before."""
+        self.begun = True
         with explained(RunError, f"write to {self.path}"):
-            if not self.resumed:
-                replace_file(self.path / RECIPE, recipe_toml.encode())
+            replace_file(self.path / RECIPE, recipe_toml.encode())
             before = _read_object(self.path / ENVIRONMENT)
             if before:
                 environment = environment | {"earlier": [*before.pop("earlier", []), before]}

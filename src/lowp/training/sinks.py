@@ -156,7 +156,7 @@ class Tracker:
         a machine that fails forgets is sent twice, and no more.
         """
         partial = self._notes.with_suffix(".partial")
-        partial.write_text(json.dumps({"id": self._id, "sent": self._sent}))
+        partial.write_text(json.dumps({"id": self._id, "sent": self._sent}), encoding="utf-8")
         partial.replace(self._notes)
 
 
@@ -203,7 +203,7 @@ def _package(name: str) -> Any:
 
 def _read_notes(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError:

@@ -55,6 +55,7 @@ class Trainer:
         self.steps = recipe.epochs * self.steps_per_epoch
         self.step = 0
         self.model = self._build_model()
+        self.parameters_of_model = sum(p.numel() for p in self.model.parameters())  # whole; of a divided one, a part stays here
         self.placement = self._place()
         if self.placement is not None:
             self.model = self.placement.module

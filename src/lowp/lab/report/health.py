@@ -83,7 +83,7 @@ def _run_health(run: Run, damage: list[str]) -> dict[str, Any]:
 
 def _records(run: Run, damage: list[str]) -> list[dict[str, Any]]:
     found, torn = [], 0
-    for line in (run.path / HEALTH).read_text(errors="replace").splitlines():
+    for line in (run.path / HEALTH).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:

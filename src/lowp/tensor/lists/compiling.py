@@ -42,7 +42,7 @@ def _library(command: list[str], text: str, headers: int | None) -> bytes:
             return _run(command, text, Path(folder) / "kernel.cpp")
         # The file that was checked, whatever lies under its name by now.
         (Path(folder) / "headers.h.gch").symlink_to(f"/proc/self/fd/{headers}")
-        (Path(folder) / "headers.h").write_text(HEADERS)
+        (Path(folder) / "headers.h").write_text(HEADERS, encoding="utf-8")
         return _run([*command, "-include", f"{folder}/headers.h"], text, Path(folder) / "kernel.cpp", headers)
 
 
@@ -80,7 +80,7 @@ def _precompiled(command: tuple[str, ...]) -> bytes:
 def _run(command: list[str], text: str, written: Path, *inherited: int) -> bytes:
     """What the compiler makes of a text. It is a group of processes of its own: Ctrl-C on the terminal is for this process to
     hear, which may have a step to finish first, and ends all of them if it is to end at once."""
-    written.write_text(text)
+    written.write_text(text, encoding="utf-8")
     made = written.with_suffix(".out")
     started: list[subprocess.Popen[str]] = []
 
@@ -91,7 +91,8 @@ def _run(command: list[str], text: str, written: Path, *inherited: int) -> bytes
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 process_group=0,
                 pass_fds=inherited,
             )

@@ -321,7 +321,7 @@ def _processor() -> str:
 def _machine() -> str:
     """What -march=native depends on."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         return next((line for line in text.split("\n") if line.startswith(("flags", "Features"))), "")
     except OSError:
         return platform.processor()

@@ -30,12 +30,12 @@ class Placement(ABC):
         self._team = team
 
     @property
-    def bytes_sent(self) -> int:
+    def bytes_sent(self) -> float:
         """By each rank that lives here, for activations and their gradients, since the model was placed. Evaluation counts."""
         return 0 if self._team is None else self._team.bytes_sent
 
     @property
-    def bytes_of_fp32(self) -> int:
+    def bytes_of_fp32(self) -> float:
         """What would have been sent in float32."""
         return 0 if self._team is None else self._team.bytes_of_fp32
 

@@ -37,14 +37,14 @@ class Team(ABC):
         self._sent = self._of_fp32 = 0.0  # by all ranks that live here
 
     @property
-    def bytes_sent(self) -> int:
+    def bytes_sent(self) -> float:
         """By each rank that lives here so far; where several do, on average."""
-        return round(self._sent / len(self.local))
+        return self._sent / len(self.local)
 
     @property
-    def bytes_of_fp32(self) -> int:
+    def bytes_of_fp32(self) -> float:
         """What would have been sent in float32."""
-        return round(self._of_fp32 / len(self.local))
+        return self._of_fp32 / len(self.local)
 
     def here(self, rank: int) -> bool:
         return rank in self.local
