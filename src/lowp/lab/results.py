@@ -220,7 +220,7 @@ def study_results(path: Path, read: RunReader = Run.read) -> StudyResults:
 
 def _plan(path: Path) -> dict[str, Any]:
     try:
-        plan = json.loads((path / PLAN).read_text())
+        plan = json.loads((path / PLAN).read_text(encoding="utf-8"))
         version = plan["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StudyError(f"{path / PLAN}: cannot be read ({type(error).__name__})") from None
