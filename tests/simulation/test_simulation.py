@@ -291,6 +291,25 @@ def test_overflow_is_counted():
     assert simulation.overflowed(lambda counts: counts + 1)["1"] == set(ROLES)
 
 
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # torch's compiler warns about itself
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_run_without_gradients_is_not_counted(compiled):
+    """A test between two steps of training. (Hooks of gradients run so too: that of a shared parameter counts.)"""
+    torch._dynamo.reset()
+    model = nn.Sequential(Same(), nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model[1].weight = model[2].weight = nn.Parameter(torch.ones(1, 1))
+    simulation = simulate(model, "e4m3fn", "e4m3fn", "e4m3fn", "int8", count_overflow=True)
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    large, small = (torch.tensor([[number]], requires_grad=True) for number in (500.0, 400.0))
+    with torch.no_grad():
+        call(large)
+    assert simulation.overflowed() == {}
+    call(large)
+    assert simulation.overflowed() == {"0": {"activations"}}
+    call(small).backward()
+    assert simulation.overflowed() == {"1": {"gradients"}}
+
+
 @pytest.mark.other_cpu
 def test_function_transforms():
     """Gradients of every sample at once, through the same rounding.

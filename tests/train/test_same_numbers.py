@@ -119,12 +119,29 @@ def test_resumed_at_the_edges(step, tmp_path, capsys):
     assert_same(copy, tmp_path / "whole")
 
 
-def test_health_is_the_same_after_a_resume(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["aps", "fp8"])
+@pytest.mark.parametrize("step", [5, 6])
+def test_health_is_the_same_after_a_resume(step, name, tmp_path, capsys):
+    """Step 6 ends an epoch: the whole run has been tested while its next sample was open, the resumed one not."""
     setting = {"checkpoints__every": 1, "checkpoints__keep": 100, "log__health": 2}
-    train_here(of_case("aps", out=tmp_path / "whole", **setting))
-    copy = stopped_at(tmp_path / "whole", 5, tmp_path / "resumed")
-    train_here(of_case("aps", out=copy, **setting), resume=True)
+    train_here(of_case(name, out=tmp_path / "whole", **setting))
+    copy = stopped_at(tmp_path / "whole", step, tmp_path / "resumed")
+    train_here(of_case(name, out=copy, **setting), resume=True)
     assert (copy / "health.jsonl").read_text() == (tmp_path / "whole" / "health.jsonl").read_text()
+
+
+def test_how_often_a_run_is_tested_changes_nothing(tmp_path, capsys):
+    """The test set has numbers above 7.9, which the samples of training that are used here do not have so early."""
+    setting = {"data__limit": 32, "batch": 8, "epochs": 3, "checkpoints__every": 1, "checkpoints__keep": 100, "log__health": 1}
+    setting |= {"precision__activations": "fixed3.4", "precision__promote__to": "fp32", "optimizer__lr": 0.02}
+    for often in (0, 1):
+        train_here(arguments("fp32", tmp_path / f"{often}", learning_rate__kind="constant", test_every=often, **setting))
+    never, always = tmp_path / "0", tmp_path / "1"
+    assert (never / "health.jsonl").read_text() == (always / "health.jsonl").read_text()
+    last = [training.final_state(stopped_at(run, 12, tmp_path / f"{run.name}-copy")) for run in (never, always)]
+    assert last[0][1] == last[1][1], "weights and counts of overflows"
+    events = [[line for line in training.records(run) if line["kind"] == "event"] for run in (never, always)]
+    assert events[0] == events[1]
 
 
 @pytest.mark.other_cpu

@@ -196,7 +196,7 @@ class SimulatedLayer:
         if target is None or torch.compiler.is_compiling():
             return target
         watch = self.simulation.watch
-        if watch is None or not watch.sampling or self.simulation.rank:
+        if watch is None or not watch.sampling or self.simulation.rank or not _is_training(role):
             return target
         of_parameter = role in ("weights", "gradients") and place < len(self.parameter_names)
         name = f"{self.name}.{self.parameter_names[place]}" if of_parameter else self.name
@@ -216,12 +216,11 @@ class SimulatedLayer:
             noise = Noise.of(Domain.SIMULATION, simulation.seed, simulation.moment, self.number, ROLES.index(role), place)
         if self.overflows[role].device != tensor.device:
             self.move_to(tensor.device)
-        if simulation.count_overflow and plan.can_overflow:
+        if simulation.count_overflow and plan.can_overflow and _is_training(role):
             overflows = self.overflows[role]
         scale, place = plan.scale, min(place, self.places(role) - 1)
         if scale == "delayed":
-            # What is run without gradients is not part of training, and leaves no trace. (Hooks of gradients are, and run so.)
-            seen = self.seen[role] if torch.is_grad_enabled() or role == "gradients" else None
+            seen = self.seen[role] if _is_training(role) else None
             scale, bounds = "fitting", self.bounds[role]
         elif scale == "calibrated":
             seen = self.seen[role] if simulation.calibrating else None
@@ -244,6 +243,12 @@ class SimulatedLayer:
         if self.channel_axis is not None:
             return self.channel_axis
         return 1 if tensor.dim() in (4, 5) and not self.parameters else -1
+
+
+def _is_training(role: str) -> bool:
+    """What is run without gradients is not part of training: it is not counted, remembered or shown to a watch. (Hooks of
+    gradients are part of it, and run so.)"""
+    return torch.is_grad_enabled() or role == "gradients"
 
 
 def _show(watch: Observer, role: str, name: str, label: str, limit: float | None, numbers: Tensor, rounded: Tensor) -> None:

@@ -79,7 +79,8 @@ def simulate(
         layers: formats and scales of some layers: {key: {role: format, "scale": scale}}, the first match counts. A key is the
             name of a module or a shell pattern for names, a class or its name, "first" or "last", or a predicate
             `(name, module) -> bool`; it is for everything inside that module too.
-        count_overflow: count finite numbers that leave their format's range, for `Simulation.overflowed`.
+        count_overflow: count finite numbers that leave their format's range, for `Simulation.overflowed`, in passes that have
+            gradients enabled: what is run under `torch.no_grad()` is a test, and changes no decision about training.
         exempt_first_last: leave the first and the last layer that have a matrix of weights as they are, unless `layers` says
             otherwise.
         policy: what chooses formats, at the start and while the model trains (policies/); its `start` is called here.

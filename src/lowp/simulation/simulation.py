@@ -219,8 +219,9 @@ class Simulation:
     def overflowed(self, agree: Callable[[Tensor], Tensor] | None = None) -> Overflowed:
         """Layers, and their roles, of which some finite number left the format's range since the last call.
 
-        Only with `count_overflow=True`. This waits for the device, once. `agree` is given the counts of this rank as one tensor
-        and returns those to go by: an all-reduce, say, so that all ranks promote the same layers.
+        Only with `count_overflow=True`, and not of passes under `torch.no_grad()`, which are tests. This waits for the device,
+        once. `agree` is given the counts of this rank as one tensor and returns those to go by: an all-reduce, say, so that all
+        ranks promote the same layers.
         """
         counts = self.overflow_counts()
         self.load_overflow_counts(torch.zeros_like(counts))
