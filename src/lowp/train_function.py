@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lowp.lab.train_on_ray import check_on_ray, train_on_ray
@@ -23,6 +22,7 @@ from lowp.training.recipe import PLAN, Recipe
 from lowp.training.run import run
 from lowp.training.rundir import RECIPE, next_directory
 from lowp.training.runs import Run, flat
+from lowp.training.torch_settings import torch_defaults
 
 Changes = Mapping[str, Any] | Sequence[str]
 
@@ -66,6 +66,7 @@ class TrainingResult:
         return self.run._repr_html_()
 
 
+@torch_defaults()  # also where a plan is made; threads are restored
 def train(
     recipe: str | os.PathLike[str] | Recipe,
     changes: Changes = (),
@@ -128,11 +129,7 @@ def train(
         say = (lambda text: None) if quiet else print
         end = train_on_ray(chosen, target, resume=resume, data=place, max_restarts=max_restarts, say=say)
         return TrainingResult(target, "finished", end)
-    threads = torch.get_num_threads()
-    try:
-        end = run(chosen, target, resume=resume, data=place, quiet=quiet, max_restarts=max_restarts)
-    finally:
-        torch.set_num_threads(threads)  # the run's were its recipe's
+    end = run(chosen, target, resume=resume, data=place, quiet=quiet, max_restarts=max_restarts)
     return TrainingResult(target, "stopped" if end["kind"] == "stopped" else "finished", end)
 
 

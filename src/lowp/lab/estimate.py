@@ -46,20 +46,18 @@ def _baseline_first(plan: StudyPlan) -> list[StudySetting]:
 
 def run_seconds(recipe: Recipe, threads: int, data: Path | None) -> float:
     """About how long a run takes. A mistake that shows only in the model (a pattern that matches no layer) raises here."""
-    import torch
-
     from lowp.training.divergence import DIVERGED
+    from lowp.training.torch_settings import torch_defaults
     from lowp.training.trainer import Trainer
     from lowp.training.world import World
 
-    before = torch.get_num_threads()
     began = time.perf_counter()
     threads = recipe.threads or threads
     real = recipe.ranks if recipe.parallel.kind == "data" else 1
     alone = with_changes(recipe, ranks=1, virtual_ranks=max(recipe.virtual_ranks, real), threads=threads)
     if recipe.parallel.kind != "data":
         alone = with_changes(alone, virtual_ranks=max(recipe.ranks, recipe.virtual_ranks))
-    try:
+    with torch_defaults():
         trainer = Trainer(alone, World.join(alone.device, threads, together=alone.virtual_ranks), data)
         ready = time.perf_counter() - began
         try:
@@ -70,8 +68,6 @@ def run_seconds(recipe: Recipe, threads: int, data: Path | None) -> float:
         trainer.test()
         test = time.perf_counter() - began
         trainer.close()
-    finally:
-        torch.set_num_threads(before)
     tests = recipe.epochs // recipe.test_every if recipe.test_every else 1
     return ready + step * trainer.steps + test * tests + (_START_OF_RANKS if recipe.ranks > 1 else 0.0)
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from lowp.training.torch_settings import torch_unchanged
+
 _LONGEST = 300  # characters of an error's own message that are repeated
 _INSTALLED = ("site-packages", "dist-packages")
 _NOT_THE_USERS = tuple(  # folders of code that is called by a plugin, or calls it
@@ -35,7 +37,8 @@ def is_plugin(name: str) -> bool:
 
 
 def load_plugin(name: str, what: str, passing: tuple[type[Exception], ...] = ()) -> Callable[..., Any]:
-    """The function that `module:function` names. The current directory counts, as with `python -m`.
+    """The function that `module:function` names. The current directory counts, as with `python -m`. What the module sets in
+    torch when it is imported (a default dtype, say) is undone: it would hold for the first run of a process alone.
 
     Whatever the function raises when it is called is a PluginError, but for the kinds in `passing`.
     """
@@ -46,7 +49,7 @@ def load_plugin(name: str, what: str, passing: tuple[type[Exception], ...] = ())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        with blamed(f"{what} {name!r}", (ModuleNotFoundError,)):
+        with torch_unchanged(), blamed(f"{what} {name!r}", (ModuleNotFoundError,)):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):

@@ -32,6 +32,7 @@ from lowp.training.recipe import Recipe
 from lowp.training.rundir import METRICS, RECIPE, RunDirectory, read_status
 from lowp.training.stop import Stop
 from lowp.training.toml import to_toml
+from lowp.training.torch_settings import torch_defaults
 from lowp.training.trainer import Trainer
 from lowp.training.world import World
 
@@ -68,6 +69,7 @@ def run(
     try:
         _check_audit(recipe, world.device, resume)
         with ExitStack() as stack:
+            stack.enter_context(torch_defaults(world.device))
             stack.enter_context(cuda_settings(recipe, world.device))
             directory = _directory(world, recipe, out, resume)
             if directory is not None:
