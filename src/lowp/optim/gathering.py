@@ -5,7 +5,7 @@ cheap questions tell whether it still holds: torch lets anybody change `p.data`,
 gradients, at any time and without a word.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +18,7 @@ from torch import Tensor
 from lowp.optim.arguments import own_name
 from lowp.optim.family import Family, Member
 from lowp.optim.kernels import Layout
-from lowp.optim.sharding import LocalParameter
+from lowp.optim.sharding import LocalParameter, NoisePlace
 from lowp.optim.storing import LONGEST_BLOCK, begin, block_width
 
 # What of a group decides how its parameters are stored; and what decides rules and roundings, alike for all of a family.
@@ -83,8 +83,11 @@ def _are_same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def gather(groups: Groups, states: States, layout_of: Callable[..., Layout]) -> Families:
-    """All parameters that have gradients or states; states are begun where there are none."""
+def gather(
+    groups: Groups, states: States, layout_of: Callable[..., Layout], noise_places: Mapping[Tensor, NoisePlace]
+) -> Families:
+    """All parameters that have gradients or states; states are begun where there are none. What is not in `noise_places` draws
+    by its own number here."""
     found: dict[int, list[Family]] = {}
     outside: list[Tensor] = []
     number = 0
@@ -97,7 +100,7 @@ def gather(groups: Groups, states: States, layout_of: Callable[..., Layout]) -> 
                 state = states.get(parameter, {})
                 if not {"step", *layout.state_names} <= state.keys():
                     states[parameter] = state = begin(parameter, layout) | state
-                member = _member(parameter, state, layout, number, name)
+                member = _member(parameter, state, layout, noise_places.get(parameter, NoisePlace(number)), name)
                 alike.setdefault((layout, member.placement.groups, member.placement.local.device), []).append(member)
             else:
                 outside.append(parameter)
@@ -107,12 +110,12 @@ def gather(groups: Groups, states: States, layout_of: Callable[..., Layout]) -> 
     return Families(found, params, outside, [*states.values()], wishes)
 
 
-def _member(parameter: Tensor, state: dict[str, Any], layout: Layout, number: int, name: str | None) -> Member:
-    placement = LocalParameter(parameter)
+def _member(parameter: Tensor, state: dict[str, Any], layout: Layout, noise: NoisePlace, name: str | None) -> Member:
+    placement = LocalParameter(parameter, noise.first)
     width = block_width(parameter.shape, LONGEST_BLOCK) if layout.blocked else 0
     _fit(parameter, placement, state, layout, name)
     rest = [placement.part_of(state[key]) for key in layout.state_names]
-    return Member(parameter, placement, number, name, state, rest, width)
+    return Member(parameter, placement, noise.number, name, state, rest, width)
 
 
 def _fit(parameter: Tensor, placement: LocalParameter, state: dict[str, Any], layout: Layout, name: str | None) -> None:

@@ -22,7 +22,7 @@ from lowp.optim.in_graph import register, step_in_graph
 from lowp.optim.kernels import Layout
 from lowp.optim.rounding import UPDATES, scale_of_compensation
 from lowp.optim.rules import Rule
-from lowp.optim.sharding import LocalParameter
+from lowp.optim.sharding import LocalParameter, NoisePlace
 from lowp.optim.storing import decoded, layout_for
 from lowp.tensor.carrier import FORMAT_OF_DTYPE
 from lowp.tensor.errors import NonFiniteGradient, surely_finite
@@ -41,7 +41,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             for formats under 16 bits. (Vectors and small matrices have one scale, and keep states in the weights' dtype instead
             of narrower ones.)
         state_rounding: "nearest" or "stochastic". None: stochastic for averages that move by less than the format resolves.
-        seed: of the noise. It is keyed by (seed, step, number of the parameter, place of the element).
+        seed: of the noise. It is keyed by (seed, step, number of the parameter, place of the element); of a shard, the place in
+            the whole parameter.
         nonfinite: "raise" NonFiniteGradient, with nothing changed, or "propagate" (no check).
         maximize: the objective, instead of minimizing it.
         foreach, fused: hints to torch's own functions, which update float32 weights with float32 states. Other steps are one
@@ -57,6 +58,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
         self._check_settings({**defaults, **options})
         self._families: Families | None = None
+        self._noise_places: dict[Tensor, NoisePlace] = {}
         self._pending: list[Step] = []  # that `check` has not looked at yet
         self._flag: tuple[Tensor, Any] | None = None  # in pinned memory; when it is there
         self._joined: tuple[Tensor, Tensor] | None = None
@@ -65,12 +67,12 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._handle = register(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """As every optimizer's, and what LARS and LAMB have of their own."""
-        own = {"_exclude": vars(self)["_exclude"]} if "_exclude" in vars(self) else {}
+        """As every optimizer's, what LARS and LAMB have of their own, and where noise is drawn."""
+        own = {name: vars(self)[name] for name in ("_exclude", "_noise_places") if name in vars(self)}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({"_noise_places": {}} | state)
         for group in self.param_groups:  # of an older version
             group.setdefault("foreach", None)
             group.setdefault("fused", None)
@@ -130,6 +132,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         shape = tuple(group["params"][i].shape)
         return f"parameter {own!r}" if own is not None else f"parameter {i} of group {place}, of shape {shape},"
 
+    def draw_as_parts(self, places: Mapping[Tensor, NoisePlace]) -> None:
+        """Let parameters of a model that is divided among ranks draw the noise of the whole one: each part other noise than the
+        rest, and the same wherever it lives."""
+        self._noise_places, self._families = dict(places), None
+
     # How things are stored.
 
     def _layout(self, parameter: Tensor, group: dict[str, Any], name: str | None, gradient: torch.dtype) -> Layout:
@@ -138,7 +145,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def _gather(self) -> Families:
         """All parameters that have gradients or states, by group and layout."""
         if self._families is None or not self._families.still_hold(self.param_groups, self.state, self._layout):
-            self._families = gather(self.param_groups, self.state, self._layout)
+            self._families = gather(self.param_groups, self.state, self._layout, self._noise_places)
         return self._families
 
     # A step.

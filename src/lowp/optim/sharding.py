@@ -2,12 +2,12 @@
 
 FSDP2 makes parameters DTensors, split along their first dimension. Noise is counted by the element's place in the whole
 parameter, and scales and norms are agreed among the ranks that hold shards, so that a sharded parameter takes the same steps as
-a whole one.
+a whole one. Parts that are parameters of their own (lowp/training/parallel) have a `NoisePlace` for the same reason.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,19 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
+class NoisePlace(NamedTuple):
+    """Which noise a parameter draws: that of the whole model's parameter of a number, from one of its elements on."""
+
+    number: int
+    first: int = 0
+
+
 @dataclass(frozen=True)
 class LocalParameter:
-    """One parameter on this rank."""
+    """One parameter on this rank. `first` is the place of its first element, where it is a part that is no shard."""
 
     parameter: Any
+    first: int = 0
 
     @cached_property
     def local(self) -> Tensor:
@@ -50,7 +58,7 @@ class LocalParameter:
     def offset(self) -> int:
         """The place of this rank's first element in the whole parameter."""
         if not is_sharded(self.parameter):
-            return 0
+            return self.first
         return compat.first_element_of_shard(self.parameter)
 
     def check(self) -> None:

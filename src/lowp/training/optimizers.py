@@ -2,13 +2,17 @@
 
 import inspect
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowp.optim import LAMB, LARS, SGD, AdamW
+from lowp.optim.optimizer import LowPrecisionOptimizer
+from lowp.optim.sharding import NoisePlace
 from lowp.simulation.master import MasterWeights
+from lowp.training.parallel import Placement
 from lowp.training.plugins import blamed
 from lowp.training.recipe import OptimizerSettings, Precision, Recipe
 
@@ -39,6 +43,23 @@ def optimizer_for(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> tor
             groups, settings.lr, settings.momentum, weight_decay=settings.weight_decay, nesterov=settings.nesterov, **options
         )
     raise ValueError(f"unknown optimizer {settings.name!r}; there are {', '.join(NAMES)} and torch:CLASS")
+
+
+def numbers_of(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """How the recipe's optimizer counts a model's parameters. The numbers key its noise."""
+    if recipe.optimizer.name in ("lars", "lamb"):
+        return {name: number for number, name in enumerate(parameters)}
+    groups = _groups(recipe.optimizer, parameters)
+    return {name: number for number, (name, _) in enumerate(chain.from_iterable(group["params"] for group in groups))}
+
+
+def draw_as_the_whole(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], placement: Placement, numbers: Mapping[str, int]
+) -> None:
+    """Of a divided model, every rank numbers its own parameters: let them draw by the `numbers_of` the whole model."""
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        wholes = {parameter: placement.whole_of(name) for name, parameter in parameters.items()}
+        optimizer.draw_as_parts({parameter: NoisePlace(numbers[name], first) for parameter, (name, first) in wholes.items()})
 
 
 def by_torch(recipe: Recipe) -> bool:

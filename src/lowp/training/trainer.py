@@ -34,7 +34,7 @@ from lowp.training.learning_rate import factor_of
 from lowp.training.metrics import Metrics
 from lowp.training.models import MODELS, build_model
 from lowp.training.numerics import Numerics, stored_dtype, wire_settings
-from lowp.training.optimizers import by_torch, master_weights_for, optimizer_for
+from lowp.training.optimizers import by_torch, draw_as_the_whole, master_weights_for, numbers_of, optimizer_for
 from lowp.training.parallel import Placement, RealTeam, VirtualTeam, pipeline_model, split_model
 from lowp.training.passes import Passes
 from lowp.training.plugins import is_plugin, load_plugin
@@ -56,6 +56,7 @@ class Trainer:
         self.step = 0
         self.model = self._build_model()
         self.parameters_of_model = sum(p.numel() for p in self.model.parameters())  # whole; of a divided one, a part stays here
+        numbers = numbers_of(recipe, self._trained())
         self.placement = self._place()
         if self.placement is not None:
             self.model = self.placement.module
@@ -63,6 +64,8 @@ class Trainer:
         if not self.parameters:
             raise ValueError(f"model {recipe.model.name!r} has no parameter that is trained")
         self.optimizer = optimizer_for(recipe, self.parameters)
+        if self.placement is not None:
+            draw_as_the_whole(self.optimizer, self.parameters, self.placement, numbers)
         self.master = master_weights_for(recipe, self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.factor = factor_of(recipe.learning_rate, self.steps_per_epoch, self.steps)
@@ -161,6 +164,9 @@ class Trainer:
 
     @cached_property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self._trained()
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property

@@ -39,6 +39,10 @@ class Placement(ABC):
         """What would have been sent in float32."""
         return 0 if self._team is None else self._team.bytes_of_fp32
 
+    def whole_of(self, name: str) -> tuple[str, int]:
+        """What a parameter of `module` is a part of: its name in the whole model, and the place there of its first element."""
+        return name, 0
+
     @abstractmethod
     def forward_backward(
         self, inputs: Tensor, targets: Tensor, loss_function: LossFunction, scale_loss: ScaleLoss = unscaled

@@ -19,7 +19,8 @@ product of another shape in another order (docs/EQUALITY.md). Real and virtual r
 same bits.
 
 Layers that are not split are the same everywhere, and stay so, as all ranks compute the same from the same bytes. What is
-random in them (dropout) must be drawn alike: seed torch's generator with the same number on all ranks before a step.
+random in them (dropout) must be drawn alike: seed torch's generator with the same number on all ranks before a step. An
+optimizer that rounds stochastically is told what each parameter is a part of (`Placement.whole_of`).
 """
 
 from typing import Any
@@ -93,6 +94,15 @@ def split_model(model: nn.Module, team: Team, format: FormatLike = "e5m2", scale
 
 class SplitModel(Whole):
     """A model with split layers. A step is that of a whole model: the layers themselves talk to the other ranks."""
+
+    def whole_of(self, name: str) -> tuple[str, int]:
+        *layer, shards, rank, kind = ["", "", *name.split(".")]
+        layer = [part for part in layer if part]
+        split = self.module.get_submodule(".".join(layer)) if shards == "shards" else None
+        if not isinstance(split, SplitLinear):
+            return name, 0
+        row = self.module.get_parameter(name)[0].numel()
+        return ".".join([*layer, kind]), sum(split.widths[: int(rank)]) * row
 
 
 class _Spread(torch.autograd.Function):
