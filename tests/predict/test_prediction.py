@@ -94,7 +94,7 @@ def test_better_is_never_slower(wire, ranks, bandwidth, latency, overhead, burst
     better = replace(better, stragglers=Stragglers(0.05 / times if what == "stragglers" else 0.05))
     if what == "speed":
         better = replace(better, device=replace(better.device, samples={"resnet18-cifar": ((1, 2000.0 * times),)}))
-    assert step(wire, ranks, better).step <= step(wire, ranks, usual).step * (1 + 1e-9)
+    assert step(wire, ranks, better).step <= step(wire, ranks, usual).step * (1 + 1e-6)  # sums of some 1,000 times, in floats
 
 
 @settings(max_examples=40)
