@@ -32,6 +32,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@contextmanager
+def alone():
+    """A world of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 EXIT_SECONDS = 10  # a process that has returned is gone by then
 
 

@@ -1,8 +1,6 @@
 """What programs do around the wire: groups that overlap, gradients in another order, parameters frozen or unused, settings that
 differ between ranks. Each gives the right result, or the same clear error on all ranks."""
 
-from contextlib import contextmanager
-
 import pytest
 import ranks
 import torch
@@ -68,16 +66,6 @@ def test_top_k_beside_adaptive_layers(error_feedback):
     assert all(float((plain[0][name] - (own[0][name] + own[1][name]) / 2).abs().max()) < 1.2 for name in "ac")  # of four bits
 
 
-@contextmanager
-def alone():
-    """A world of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def reduce_in_another_order(rank):
     reducer = lowp.Compressor({"a": (4,), "b": (4,)}, "e5m2", scale="none")
     gradients = {"a": torch.ones(4), "b": torch.full((4,), 96.0)}
@@ -103,7 +91,7 @@ def test_gradients_are_found_by_name():
     ],
 )
 def test_gradients_that_do_not_fit_are_refused(gradients, buckets, message):
-    with alone():
+    with ranks.alone():
         reducer = lowp.Compressor({"a": (4,), "b": (4,)}, "e5m2")
         with pytest.raises((TypeError, ValueError), match=message):
             reducer.reduce(gradients, buckets)
@@ -112,7 +100,7 @@ def test_gradients_that_do_not_fit_are_refused(gradients, buckets, message):
 
 
 def test_parameters_that_cannot_travel_are_refused_at_once():
-    with alone(), pytest.raises(TypeError, match=r"parameter 'z'.* not torch.complex64"):
+    with ranks.alone(), pytest.raises(TypeError, match=r"parameter 'z'.* not torch.complex64"):
         lowp.Compressor([("z", torch.zeros(2, dtype=torch.complex64))], "fp32")
 
 
@@ -130,7 +118,7 @@ def test_ranks_with_other_gradients():
 @pytest.mark.parametrize("error_feedback", [False, True])
 def test_steps_in_inference_mode(error_feedback):
     gradients = {"a": torch.randn(4), "b": torch.randn(4)}
-    with alone():
+    with ranks.alone():
         reducers = [lowp.Compressor({"a": (4,), "b": (4,)}, "e2m1fn", error_feedback=error_feedback) for _ in range(2)]
         for first in (True, False):
             with torch.inference_mode(first):

@@ -39,17 +39,18 @@ class SettingRuns:
 
     def figures(self, metric: str) -> dict[int, float]:
         """By seed, of runs that are finished, as far as they are finite. What was run twice with a seed counts once."""
-        found = {seed: getattr(run, metric) for seed, run in self.runs.items() if run.state == "finished" and seed >= 0}
-        return {seed: value for seed, value in found.items() if value is not None and math.isfinite(value)}
+        return {seed: value for seed, value in self._measured(metric).items() if seed >= 0 and math.isfinite(value)}
+
+    def _measured(self, metric: str) -> dict[int, float]:
+        found = {seed: getattr(run, metric) for seed, run in self.runs.items() if run.state == "finished"}
+        return {seed: value for seed, value in found.items() if value is not None}
 
     def seeds_in(self, *states: str) -> list[int]:
         return [seed for seed, run in self.runs.items() if run.state in states]
 
     def lost(self, metric: str) -> list[int]:
         """The seeds of runs that diverged, or that ended with a figure that is not finite."""
-        figures = {seed: getattr(run, metric) for seed, run in self.runs.items() if run.state == "finished"}
-        ended_badly = [seed for seed, value in figures.items() if value is not None and not math.isfinite(value)]
-        return [*self.seeds_in("diverged"), *ended_badly]
+        return self.seeds_in("diverged") + [s for s, value in self._measured(metric).items() if not math.isfinite(value)]
 
     def mean(self, figure: str) -> float | None:
         """Of any figure of finished runs, for tables; None where none has it."""

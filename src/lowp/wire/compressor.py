@@ -90,7 +90,7 @@ class Compressor:
         self._buckets: list[tuple[str, ...]] = []
         self._layouts: list[tuple[int, list[tuple[str, ...]]]] = []  # buckets, and from which step on they were these
         self._sent = self._communicator.link.bytes_sent
-        self._layouts_agreed: set[str] = set()  # that `reduce` was given
+        self._layouts_agreed: set[tuple[tuple[str, ...], ...]] = set()  # that `reduce` was given
 
     @property
     def compresses(self) -> bool:
@@ -266,21 +266,16 @@ class Compressor:
         layout = [[n for n in self._shapes if n in gradients]] if buckets is None else [list(bucket) for bucket in buckets]
         if sorted(name for names in layout for name in names) != sorted(gradients) or not all(layout):
             raise ValueError("reduce: the buckets must name each gradient once")
-        said = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
-        if said not in self._layouts_agreed:
-            agree(self.parent, f"{len(gradients)} gradients in {len(layout)} buckets:{said}", "what to reduce")
-            self._layouts_agreed.add(said)
+        if (known := tuple(map(tuple, layout))) not in self._layouts_agreed:
+            digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
+            agree(self.parent, f"{len(gradients)} gradients in {len(layout)} buckets:{digest}", "what to reduce")
+            self._layouts_agreed.add(known)
         return layout
 
     def give_back(self, flat: Tensor, names: Sequence[str], unused: Collection[str]) -> None:
-        """With error feedback: what was sent of parameters whose means nobody takes becomes a residual again. (Each rank takes
-        the mean, so that together they have the sum.)"""
-        residuals, begin = self.state.residuals.named(), 0
-        for name in names:
-            end = begin + self._shapes[name].numel()
-            if name in unused:
-                residuals[name].add_(flat[begin:end].to(torch.float32).nan_to_num(0, 0, 0))
-            begin = end
+        """With error feedback: what was sent of parameters whose means nobody takes becomes a residual again."""
+        pieces = flat.split([self._shapes[name].numel() for name in names])
+        self.state.residuals.give_back({name: piece for name, piece in zip(names, pieces, strict=True) if name in unused})
 
     def uncompressed_step(self, means: Mapping[str, Tensor], parameters: Iterable[Tensor]) -> None:
         """A step whose gradients torch has reduced is counted, and does what `nonfinite` says."""

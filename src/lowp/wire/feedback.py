@@ -59,10 +59,6 @@ class Feedback:
             else:
                 self._of_sums[rank, begin] = own
 
-    def give_back(self, rank: int, begin: int, means: Tensor) -> None:
-        """What was sent, from an element of the bucket on, was taken by nobody: a rank has its share of the sum again."""
-        self._residual(rank, begin, means).add_(means.to(torch.float32).nan_to_num(0, 0, 0))
-
     def finish(self, owners: "Iterable[tuple[int, Shard]]" = ()) -> None:
         """The step is over. `owners` says who adds up which shard, where losses were kept for the owner of each element."""
         for (rank, begin), lost in self._of_sums.items():

@@ -101,7 +101,7 @@ class FsdpHandle:
         self._removed = True
         for module in self._modules:
             if _handles.get(module) is not self:
-                continue
+                continue  # another one's by now
             del _handles[module]
             module.set_custom_reduce_scatter(torchs_own.DefaultReduceScatter())
             module.set_custom_all_gather(torchs_own.DefaultAllGather())
@@ -224,7 +224,7 @@ def compress(
             f"scale={scale!r} needs to know layers, and FSDP2 shows none; take 'local', 'block:<n>', 'none', or leave it out: "
             "formats of fewer than 8 bits have 'block:32', all others 'local'"
         )
-    if any(_handles.get(module) is not None for module in modules):
+    if any(module in _handles for module in modules):
         raise RuntimeError("this model is compressed already: call remove() on the handle of that first")
     wanted = {"reduce": reduce, "gather": gather}
     codecs = {kind: codec_of(format, rounding, scale) for kind, format in wanted.items() if format is not None}
@@ -240,7 +240,7 @@ def compress(
         warn_of_scales(codecs.values(), dist.get_world_size())
     said = f"version={__version__} modules={len(modules)} seed={seed} " + " ".join(f"{k}={c.format}" for k, c in codecs.items())
     said += f" scale={scale} rounding={rounding}"
-    for process_group in {id(group.ranks): group.ranks for group in groups.values() if group.ranks is not None}.values():
+    for process_group in dict.fromkeys(group.ranks for group in groups.values() if group.ranks is not None):
         agree(process_group, said, "how to compress")
     for module, group in groups.items():
         _handles[module] = handle

@@ -70,6 +70,12 @@ class LayerTensors(ABC):
 class Residuals(LayerTensors):
     """Float32, flat; zeros where nothing is known. A bucket's tensor is as long as the bucket."""
 
+    def give_back(self, means: Mapping[str, Tensor]) -> None:
+        """What was sent of these parameters, nobody has taken. (Each rank takes the mean: together they have the sum.)"""
+        residuals = self.named()
+        for name, mean in means.items():
+            residuals[name].add_(mean.reshape(-1).to(torch.float32).nan_to_num(0, 0, 0))
+
     def _joined(self, bucket: Bucket, named: dict[str, Tensor], device: torch.device) -> Tensor:
         whole = torch.zeros(bucket.size, dtype=torch.float32, device=device)
         for layer, begin in zip(bucket.layers, bucket.begins, strict=False):

@@ -79,6 +79,10 @@ class Settings:
         for pattern in (*skip, *(layers or {})):
             if not isinstance(pattern, str):
                 raise TypeError(f"layers are named by patterns such as '*.bias', not {pattern!r}")
+        for choice in (format, *(layers or {}).values()):
+            steps = choice if isinstance(choice, Mapping) else ()
+            if any(isinstance(step, bool) or not isinstance(step, int) or step < 0 for step in steps):
+                raise TypeError(f"a schedule maps steps, whole numbers from 0 on, to formats, not {choice!r}")
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int)):
             raise TypeError(f"chunk is a number of elements, not {chunk!r}")
         if chunk is not None and chunk < 1:
@@ -111,7 +115,7 @@ class Settings:
         """Of every format that is named, once, as far as schedules tell."""
         found: dict[Codec, None] = {}
         for choice in self._choices:
-            for step in (0, *choice) if isinstance(choice, Mapping) else (0,):
+            for step in sorted({0, *choice}) if isinstance(choice, Mapping) else [0]:
                 found[self.codec_at(choice, step)] = None
         return list(found)
 
@@ -123,8 +127,6 @@ class Settings:
     def codec_at(self, choice: Scheduled, step: int) -> Codec:
         """The codec of a schedule at a step: {first step: format, ...}, a function of the step, or one format for all."""
         if isinstance(choice, Mapping):
-            if any(isinstance(first, bool) or not isinstance(first, int) or first < 0 for first in choice):
-                raise TypeError(f"a schedule maps steps, whole numbers from 0 on, to formats, not {dict(choice)!r}")
             if not choice or min(choice) > 0:
                 raise ValueError(f"a schedule maps first steps to formats and begins with step 0, not {dict(choice)!r}")
             choice = choice[max(first for first in choice if first <= step)]

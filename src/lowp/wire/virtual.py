@@ -197,15 +197,18 @@ class VirtualExchange:
         self._marks = []
         for bucket in buckets:
             flat, bad = bucket.totals(mean, self.state)
-            pieces = zip(bucket.names, flat.split(bucket.sizes), strict=True)
-            results |= {name: piece.view(self._shapes[name]) for name, piece in pieces if name in bucket.used}
+            pieces = dict(zip(bucket.names, flat.split(bucket.sizes), strict=True))
+            results |= {name: piece.view(self._shapes[name]) for name, piece in pieces.items() if name in bucket.used}
+            unused = {n: p if mean else p / self._world for n, p in pieces.items() if n not in bucket.used}
+            for residuals in self.residuals if unused and self._settings.error_feedback else ():
+                residuals.give_back(unused)
             self._marks.append((bucket.names, bad))
         return {name: results[name] for name in self._shapes if name in results}
 
     def _open(self, names: list[str], example: Mapping[str, Tensor | None]) -> "_OpenBucket":
         known = [gradient for name in names if (gradient := example[name]) is not None]
-        first = known[0] if known else next((g for g in example.values() if g is not None), torch.empty(0))
-        dtype = reduce(torch.promote_types, (gradient.dtype for gradient in known), known[0].dtype if known else first.dtype)
+        known = known or [next((gradient for gradient in example.values() if gradient is not None), torch.empty(0))]
+        first, dtype = known[0], reduce(torch.promote_types, (gradient.dtype for gradient in known))
         bucket, first = self._parameters.bucket(names, self.state.step, dtype), first.new_empty(0, dtype=dtype)
         feedback = Feedback(self.residuals.__getitem__, bucket) if self._settings.error_feedback else None
         sizes = [self._shapes[name].numel() for name in names]
@@ -303,17 +306,7 @@ class _OpenBucket:
             remember_bounds(state, self._bucket, travelled)
         if self._feedback is not None:
             self._feedback.finish(list(self._owners()))
-            self._give_back(self._feedback, result if mean else result / self._world)
         return result, marks_of(every_unit)
-
-    def _give_back(self, feedback: Feedback, means: Tensor) -> None:
-        """As `Compressor.give_back`, on every rank."""
-        begin = 0
-        for name, size in zip(self.names, self.sizes, strict=True):
-            if name not in self.used:
-                for rank in range(self._world):
-                    feedback.give_back(rank, begin, means[begin : begin + size])
-            begin += size
 
     def _owners(self) -> Iterator[tuple[int, Shard]]:
         """Who adds up which shard in a real world."""

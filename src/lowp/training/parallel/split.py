@@ -96,13 +96,13 @@ class SplitModel(Whole):
     """A model with split layers. A step is that of a whole model: the layers themselves talk to the other ranks."""
 
     def whole_of(self, name: str) -> tuple[str, int]:
-        *layer, shards, rank, kind = ["", "", *name.split(".")]
-        layer = [part for part in layer if part]
-        split = self.module.get_submodule(".".join(layer)) if shards == "shards" else None
-        if not isinstance(split, SplitLinear):
+        layer, found, place = f".{name}".rpartition(".shards.")
+        split = self.module.get_submodule(layer[1:])
+        if not found or not isinstance(split, SplitLinear):
             return name, 0
+        rank, _, kind = place.partition(".")
         row = self.module.get_parameter(name)[0].numel()
-        return ".".join([*layer, kind]), sum(split.widths[: int(rank)]) * row
+        return f"{layer}.{kind}"[1:], sum(split.widths[: int(rank)]) * row
 
 
 class _Spread(torch.autograd.Function):
